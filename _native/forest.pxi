@@ -534,7 +534,7 @@ cdef int64_t _take_logprobs(
 # ---
 # Ranges of paths, copied from the forest, in O(tokens written + nodes of the paths).
 #
-# Lists of messages and rows of the suffix layout are copied in the same way, as such paths.
+# Lists of messages are copied in the same way, as such paths.
 
 cdef void _copy_path(
     CallForest forest, int32_t end, pos_t start, pos_t stop, token_t* ids, int32_t* chain,

@@ -160,7 +160,6 @@ def host() -> None:
 
 def _fork(asked: Json, renderer: ChatRenderer) -> Json:
     from trajkit_shim.app import create_app
-    from trajkit_shim.call import Options
     from trajkit_shim.sessions.turn_log import TurnLog
 
     read, write = os.pipe()
@@ -185,7 +184,7 @@ def _fork(asked: Json, renderer: ChatRenderer) -> Json:
                 n_ids = len(renderer.tokenizer)
                 engine = SGLangEngine(asked["engine_url"], vocab_size=n_ids)
             log = TurnLog(asked["directory"], **asked.get("log", {}))
-            app = create_app(engine, renderer, log, Options(attributed=False))
+            app = create_app(engine, renderer, log)
             listener = listen("127.0.0.1", 0)
             listening(url_of(listener))
             serve(app, listener)

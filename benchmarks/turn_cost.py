@@ -157,7 +157,7 @@ class Session:
             self.engine,
             self.renderer,
             TurnLog(directory, form="delta", attributed=attributed),
-            Options(attributed=attributed, max_body_bytes=1 << 30),
+            Options(max_body_bytes=1 << 30),
         )
         self._talk = Talk()
         self._key = ""

@@ -110,7 +110,7 @@ def run_demo(
     engine = embedded.EmbeddedEngine(solve([task]), seed=seed)
     renderer = embedded_renderer()  # before the folder, for a package may be missing
     out = Path(out)
-    log = TurnLog(out)
+    log = TurnLog(out, attributed=True)
     # rendered prompts drift, which the demo is to show
     gateway = create_app(engine, renderer, log, Options(prompts="render"))
     settings = Settings(harness="mini-swe-agent", repeat=sessions, parallel=sessions)

@@ -5,7 +5,7 @@ then answered. A call that fails, whose client disconnects, or whose session clo
 meanwhile is not recorded. A recorded call that the engine aborted gets an error answer
 and its turn is context only, as is a turn whose answer is lost on its way.
 
-The trainer's routes (sessions, pauses, new weights, shutdown) need the admin token, if
+The trainer's routes (sessions, pauses, new weights) need the admin token, if
 there is one; a session's key is not enough.
 """
 
@@ -115,16 +115,12 @@ async def _lifespan(
 
 
 def _check_head(headers: Headers, options: Options) -> None:
-    """Refuse the request of a web page (403), long headers (431), and compression (415).
+    """Refuse the request of a web page (403), and a compressed body (415).
 
     A page of any site can send requests to this machine, which have an ``Origin``. It can
     also let its own name point to this machine's address, which is then the ``Host``.
     Addresses, names without a dot, those of private networks and ``hosts`` are no page's.
     """
-    limit = options.max_header_bytes
-    if sum(len(name) + len(value) for name, value in headers.raw) > limit:
-        message = f"the headers are longer than {limit} bytes"
-        raise GatewayError(message, 431, code="headers_too_long")
     if (coding := headers.get("content-encoding", "identity")) != "identity":
         message = f"content-encoding: {coding!r}: send the body as it is, uncompressed"
         raise GatewayError(message, 415, code="unsupported_encoding")
@@ -264,15 +260,14 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         return {**named, "base_url": base_url}
 
     async def finish(request: Request, body: Fields) -> Json:
-        name, wait = request.path_params["session_id"], _wait(body)
+        name = request.path_params["session_id"]
+        wait = body.get("wait_seconds", _SECONDS) or 0.0
         return await store.finish(name, "finish", wait, _outcome(body))
 
-    async def drain(_: Request, body: Fields) -> Json:
-        await store.drain(_wait(body, 60.0))
-        return {**store.counts()}
-
     async def pause_engine(_: Request, body: Fields) -> Json:
-        await pause.pause(_wait(body, 600.0, "timeout_s"), renew=body.flag("renew"))
+        seconds = body.get("timeout_s", _SECONDS)
+        seconds = 600.0 if seconds is None else seconds
+        await pause.pause(seconds, renew=body.flag("renew"))
         return pause.describe()
 
     async def update(_: Request, body: Fields) -> Json:
@@ -293,7 +288,6 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         ("GET", session, lambda r, _: store.find(**r.path_params).describe(), ""),
         ("POST", f"{session}/finish", finish, ending),
         ("POST", f"{session}/drop", lambda r, _: store.drop(**r.path_params), ""),
-        ("POST", "/admin/drain", drain, "wait_seconds"),
         ("GET", "/engine", lambda *_: pause.describe(), ""),
         ("POST", "/engine/pause", pause_engine, "timeout_s renew"),
         ("POST", "/engine/update", update, "model_path weight_version"),
@@ -330,11 +324,6 @@ def _logged_text(value: object, where: str) -> str:
     except UnicodeEncodeError:
         read.refuse(where, "half of a surrogate pair is no text")
     return text
-
-
-def _wait(body: Fields, default: float = 0.0, name: str = "wait_seconds") -> float:
-    seconds = body.get(name, _SECONDS)
-    return default if seconds is None else seconds
 
 
 def _outcome(body: Fields) -> Outcome:

@@ -50,20 +50,16 @@ class Options:
 
     # length of a reply that neither its client nor its session limits
     max_new_tokens: int = 4096
-    # limits of a request, which is rejected with 413, 431 and 413 respectively
+    # limit of a request's body, beyond which it is rejected with 413
     max_body_bytes: int = 16 << 20
-    max_header_bytes: int = 32 << 10
     # bytes of all requests' bodies at once, of which a session may have as many as are
     # left; beyond it requests get 503
     max_work_bytes: int = 4 << 30
-    max_messages: int = 10_000
+    max_messages: int = 10_000  # of a request, beyond which it is rejected with 413
     # how the model takes images; None: they are refused
     images: media.ImageModel | None = None
-    image_limits: media.ImageLimits | None = None
     # how long a streaming client waits for its first event, and between keep-alive events
     ping_seconds: float = 10.0
-    # record which message each prompt token belongs to (`trajkit.schema.ATTRIBUTION`)
-    attributed: bool = True
     train_side_calls: bool = False  # `sessions.client_identity`
     # parses replies, and is closed with the app; default: the gateway's own parser
     reply_parser: replies.ReplyParser | None = None
@@ -77,8 +73,6 @@ class Options:
     admin_token: str | None = None  # required for the trainer's routes
     # names that clients use for this machine, besides addresses and private names
     hosts: Collection[str] = ()
-    # ended sessions to remember: their calls are answered with 410, later with 401
-    max_ended_sessions: int = 10_000
     # measures how long sessions are idle; default: the event loop
     clock: asyncio.AbstractEventLoop | None = None
 
@@ -97,21 +91,15 @@ class Gateway:
         self.pause = Pause(engine)
         self._n_bytes = 0  # of the bodies of requests at work
         self.cache_budget = Budget(options.cache_bytes)
-        self.sessions = SessionStore(
-            log, clock=options.clock, max_ended=options.max_ended_sessions
-        )
+        self.sessions = SessionStore(log, clock=options.clock)
         # requests for the number of tokens; a prompt's take much more memory than its text
         self.counting = asyncio.Semaphore(2)
-        self.images = media.ImageStore(
-            log.directory / "images", options.image_limits, fsync=log.fsync
-        )
-        places, takes = None, getattr(engine, "takes_images", False) and log.images
-        if options.images is not None:
-            if not takes:
-                what = f"{type(engine).__name__} or the log"
-                raise ValueError(f"{what} takes no images")
-            places = media.ImagePlaces(options.images, self.images)
-        self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
+        images, past = options.images, options.past
+        takes_images = getattr(engine, "takes_images", False) and log.images
+        if images is not None and not takes_images:
+            what = f"{type(engine).__name__} or the log"
+            raise ValueError(f"{what} takes no images")
+        self.prompts = Prompts(renderer, options.prompts, images, past=past)
         self.reply_parser = options.reply_parser or replies.parser_of(renderer)
 
     @contextmanager
@@ -158,8 +146,8 @@ class Call:
     async def read(self, data: bytes) -> None:
         """Read the request's body; raises `GatewayError`."""
         gateway, session, protocol = self._gateway, self._session, self._protocol
-        self._is_long, takes_images = len(data) > _SHORT, gateway.prompts.places
-        limits = gateway.images.limits if takes_images else None
+        takes_images = gateway.options.images is not None
+        self._is_long = len(data) > _SHORT
         head = f"{protocol.name} {self._verb}\0".encode()
         earlier, known = session.conversation.elements, session.conversation.replies
 
@@ -167,7 +155,8 @@ class Call:
             hasher = blake2b(head, digest_size=16)
             hasher.update(data)
             self._digest = hasher.digest()
-            return protocol.read(parse_object(data), limits, earlier, known)
+            body = parse_object(data)
+            return protocol.read(body, earlier, known, takes_images=takes_images)
 
         chat = await base.done(self._is_long or takes_images, read)
         limit = gateway.options.max_messages
@@ -175,10 +164,8 @@ class Call:
             message = f"{len(chat.messages)} messages; the limit is {limit}"
             raise GatewayError(message, 413, code="too_many_messages")
         self.chat = chat
-        if chat.images or self._verb == "stream":
-            images = gateway.images.take(chat.images)
-            stream = chat.stream or self._verb == "stream"
-            self.chat = replace(chat, stream=stream, images=images)
+        if self._verb == "stream":
+            self.chat = replace(chat, stream=True)
         self._caller = identify(self._headers, chat)
         # the template's variables: the session's, the request's, the gateway's
         renderer = self._renderer
@@ -202,7 +189,7 @@ class Call:
         # a longer prompt is not counted
         most = 4 * info.max_context_tokens
         async with session.counting, self._gateway.counting:
-            make = partial(self._make_prompt, most, attributed=False, keep=False)
+            make = partial(self._make_prompt, most, keep=False)
             prompt = await asyncio.to_thread(make)
         session.check_limit("prompt_tokens", len(prompt.ids))
         return len(prompt.ids)
@@ -238,7 +225,8 @@ class Call:
             checks.check_sample(sample, self._ids, sampling, self._info)
             reply = await self._reply(sample, sampling)
             turn = self._turn(reply, sample, sampling)
-            await gateway.images.write(self.chat.images)
+            folder, fsync = gateway.log.directory / "images", gateway.log.fsync
+            await media.write_images(self.chat.images, folder, fsync=fsync)
             # does not await since, so no other call interferes
             self._record(turn, sample)
             self._remember(pending, reply, sample)
@@ -274,9 +262,7 @@ class Call:
         )
         return await gateway.engine.generate(request), sampling, overruled
 
-    def _make_prompt(
-        self, max_tokens: int, *, attributed: bool, keep: bool = True
-    ) -> Prompt:
+    def _make_prompt(self, max_tokens: int, *, keep: bool = True) -> Prompt:
         # refuse a last message that is too long before anything is rendered
         for last in media.texts_of(self.chat.messages[-1]["content"]):
             self._renderer.check_length(last, max_tokens)
@@ -288,22 +274,21 @@ class Call:
             self._restored,
             self.chat.tools,
             self._variables,
-            attributed=attributed,
+            self.chat.images,
+            attributed=keep and self._gateway.log.attributed,
             max_tokens=max_tokens,
         )
 
     def _prepare(self) -> None:
         """Render the request, or extend the prompt of an earlier turn."""
-        most, options = self._info.max_context_tokens, self._gateway.options
-        self._prompt = prompt = self._make_prompt(most, attributed=options.attributed)
+        self._prompt = prompt = self._make_prompt(self._info.max_context_tokens)
         # the prompt as the engine consumes it, and its images, also with their bytes
         self._ids, self._images, self._pixels = prompt.ids, list[Json](), list[Any]()
-        places, messages = self._gateway.prompts.places, self._restored.messages
-        if places is not None and media.hashes_of(messages):
-            self._images = places.items(prompt.ids, messages)
-            self._ids = places.engine_ids(prompt.ids)
-            self._pixels = places.load(self._images)
-        self._hasher = prompt.hasher
+        model, messages = self._gateway.options.images, self._restored.messages
+        if model is not None and media.hashes_of(messages):
+            placed = model.place(prompt.ids, messages, self.chat.images)
+            self._images, self._pixels = placed
+            self._ids = model.engine_ids(prompt.ids)
         # the ids of the extended turn were checked when it was recorded
         n_checked = 0 if self._images else prompt.n_base
         checks.check_prompt(self._ids, self._info, n_checked)
@@ -389,9 +374,10 @@ class Call:
         self, reply: Reply, sample: base.Sample, sampling: base.Sampling
     ) -> dict[str, object]:
         """What is logged of the call, but for what other calls decide."""
-        prompt, options = self._prompt, self._gateway.options
+        prompt, gateway = self._prompt, self._gateway
         names = self._restored.tool_names[prompt.n_known :]
-        untrained = self._caller.is_side_call and not options.train_side_calls
+        side_call = self._caller.is_side_call
+        untrained = side_call and not gateway.options.train_side_calls
         spans = [span._asdict() for span in sample.weight_versions]
         # of a reply that was broken off: no client will send it back
         response = reply.logged if sample.complete else None
@@ -414,10 +400,8 @@ class Call:
             "tools_key": self._restored.offered.key,
             **self._caller._asdict(),
             "prompt_message_index": prompt.message_index,
-            "message_tool_names": names if options.attributed else None,
-            "prompt_built": prompt.built,
+            "message_tool_names": names if gateway.log.attributed else None,
             "render_reason": prompt.reason,
-            "prompt_digest": self._hasher.digest(),
             "mm_items": self._images or None,
         }
 
@@ -447,9 +431,8 @@ class Call:
         counts.turns += 1
         counts.prompt_tokens += len(prompt.ids)
         counts.output_tokens += n_output
-        if self._gateway.options.attributed:
+        if self._gateway.log.attributed:
             counts.unattributed += prompt.message_index is None
-        conversation.count(restored)
         if not sample.complete:
             reason = f"with {sample.finish_reason or 'no reason'}"
             after = f"the engine broke off the call after {n_output} tokens"
@@ -460,7 +443,6 @@ class Call:
     ) -> None:
         """Let later requests go on from the turn that was recorded last."""
         prompt, ids, counts = self._prompt, sample.output_ids, self._session.counts
-        self._hasher.update(ids.astype("<i4").data)
         pending.turn, position = counts.turns - 1, self._restored.position
         node = Node(
             message=reply.message,
@@ -474,7 +456,6 @@ class Call:
             between=prompt.between,
             offered=prompt.offered,
             closed=len(ids) > 0 and int(ids[-1]) in self._renderer.end_ids,
-            hasher=self._hasher,
         )
         budget = self._gateway.cache_budget
         self._session.conversation.add(node, prompt.base, budget)

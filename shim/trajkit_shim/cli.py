@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from trajkit_shim.engines.base import Engine
     from trajkit_shim.engines.embedded import Policy
-    from trajkit_shim.prompting.prompts import Prompts
     from trajkit_shim.replies import ReplyParser
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
@@ -67,8 +66,6 @@ class EngineOptions:
         Arguments after -- are the server's. Its log is RUN/engine.log.
     launch_python
         The Python that SGLang is installed for (default: the one of this command).
-    launch_seconds
-        How long the server may take to start.
     check_prompts
         Have the server return each prompt, and fail a call whose prompt differs.
     routed_experts
@@ -77,6 +74,8 @@ class EngineOptions:
     sampling_masks
         Log the ids that could have been drawn for each token; vLLM needs
         --return-sampling-mask, and top_k in every session.
+    attribution
+        Log which message each prompt token belongs to, as learning from tool output needs.
     train_side_calls
         Train the calls that a known agent makes for itself too, such as compactions and
         titles.
@@ -113,10 +112,10 @@ class EngineOptions:
     engine_url: list[str] | None = None
     launch: str | None = None
     launch_python: str | None = None
-    launch_seconds: float = 1800
     check_prompts: bool = False
     routed_experts: bool = False
     sampling_masks: bool = False
+    attribution: bool = False
     train_side_calls: bool = False
     model: str | None = None
     chat_template: str | None = None
@@ -139,7 +138,6 @@ def serve(
     port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8765,
     log: Literal["full", "delta"] = "full",
     prompts: Literal["append", "render"] = "append",
-    no_attribution: bool = False,
     admin_token: str | None = None,
     allow_host: list[str] | None = None,
     fsync: bool = False,
@@ -168,11 +166,8 @@ def serve(
     prompts
         append: extend the token ids of an earlier turn if the chat template permits;
         render: render every prompt from its messages.
-    no_attribution
-        Do not record which message each prompt token belongs to. A log in full form is then
-        half as large, one in delta form about 8 % smaller.
     admin_token
-        Token for requests to /sessions and /admin; required if --host can be reached from
+        Token for requests to /sessions and /engine; required if --host can be reached from
         other machines. Prefer the environment variable TRAJKIT_ADMIN_TOKEN, which other
         users of this machine cannot see.
     allow_host
@@ -230,13 +225,12 @@ def _work(
     from trajkit_shim.serve import url_of
     from trajkit_shim.workers import Worker
 
-    attributed, token = not arguments.no_attribution, arguments.admin_token or None
+    token = arguments.admin_token or None
     log = {"form": arguments.log, "fsync": arguments.fsync, "worker": worker}
     made = engine_app(
         arguments,
         arguments.out,
-        {**log, "attributed": attributed},
-        attributed=attributed,
+        log,
         prompts=arguments.prompts,
         admin_token=token,
         hosts=arguments.allow_host or [],
@@ -248,12 +242,12 @@ def _work(
         if worker is not None:
             where["workers"] = " ".join(urls)
             app = Worker(app, worker, urls, token)
-        prompts: Prompts = gateway.state.prompts
+        prompts = gateway.state.prompts.describe()
         if arguments.json:
-            say(json.dumps({**where, "prompts": prompts.describe()}) + "\n")
+            say(json.dumps({**where, "prompts": prompts}) + "\n")
         else:
-            where["prompts"] = prompts.summary()
-            say("".join(f"{name:<16}{value}\n" for name, value in where.items()))
+            where |= {"prompts": prompts.pop("mode"), **prompts}
+            say("".join(f"{name:<20}{value}\n" for name, value in where.items()))
         # a stop signal ends the server, which has answered all running calls by then
         with suppress(KeyboardInterrupt):
             run_server(app, listener, arguments.drain_seconds)
@@ -318,7 +312,8 @@ def engine_app(
             options["reply_parser"] = asyncio.run(_own_parser(arguments.engine_url[0]))
             options["reply_parser"].tags = tags_of(renderer)
         payloads = {n: vars(arguments)[n] for n in ("routed_experts", "sampling_masks")}
-        turn_log = TurnLog(out, images="image_limits" in options, **payloads, **log)
+        columns = {"attributed": arguments.attribution, **payloads}
+        turn_log = TurnLog(out, images="images" in options, **columns, **log)
         options["past"] = arguments.past_reasoning
         options["train_side_calls"] = arguments.train_side_calls
         yield create_app(engine, renderer, turn_log, Options(**options))
@@ -385,7 +380,7 @@ def _image_options(arguments: SimpleNamespace) -> dict[str, Any]:
     """The options of the app for images."""
     if arguments.images != "auto" or arguments.engine != "sglang":
         return {}
-    from trajkit_shim.chat.images import ImageLimits, load_image_model
+    from trajkit_shim.chat.images import load_image_model
 
     with needs_extra("images"):
         model = load_image_model(arguments.model or arguments.launch)
@@ -393,7 +388,7 @@ def _image_options(arguments: SimpleNamespace) -> dict[str, Any]:
             return {}
         import_module("PIL")
     # a client sends the images of a conversation with every request
-    return {"images": model, "image_limits": ImageLimits(), "max_body_bytes": 64 << 20}
+    return {"images": model, "max_body_bytes": 64 << 20}
 
 
 def launch_server(arguments: SimpleNamespace, stack: ExitStack) -> None:
@@ -410,7 +405,7 @@ def launch_server(arguments: SimpleNamespace, stack: ExitStack) -> None:
     experts = ["--enable-return-routed-experts"] * arguments.routed_experts
     given = [*experts, *arguments.server_arguments]
     command = sglang_server(python or sys.executable, arguments.launch, given)
-    server = running_server(*command, log, start_seconds=arguments.launch_seconds)
+    server = running_server(*command, log)
     arguments.engine_url = [stack.enter_context(server)]
     arguments.model = arguments.model or arguments.launch
     arguments.launch, arguments.server_arguments = None, []

@@ -27,15 +27,11 @@ class GatewayError(Exception):
 
 @dataclass(eq=False, repr=False)
 class EngineError(GatewayError):
-    """The engine rejected (status 4xx) or failed (5xx) a call, in its words if it gave any.
-
-    ``answered``: the HTTP status of the engine's own answer, if there was one.
-    """
+    """The engine rejected (4xx) or failed (5xx) a call, in its words if it gave any."""
 
     status: int = 502
     _: KW_ONLY
     code: str | None = "engine_error"
-    answered: int | None = None
 
 
 class TemplateError(GatewayError):

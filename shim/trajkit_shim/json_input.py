@@ -32,7 +32,8 @@ _LONGEST_IGNORED = 100
 # code that walks a body may recurse
 MAX_DEPTH = 100
 
-_HALF = re.compile("[\ud800-\udfff]")
+HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair: JSON can spell it, but UTF-8 has none."""
 
 
 def refuse(where: str, rule: str, *, code: str | None = None) -> NoReturn:
@@ -141,16 +142,6 @@ def add_counts(counts: Counter[str], more: Mapping[str, int]) -> None:
             counts[shown] += times
 
 
-def without_halves(value: Json) -> Json:
-    """Return a JSON object with U+FFFD for each half of a surrogate pair in its texts.
-
-    UTF-8 has no halves, but JSON can spell them.
-    """
-    text = json.dumps(value, ensure_ascii=False)
-    cleaned: Json = json.loads(_HALF.sub("\ufffd", text))
-    return cleaned
-
-
 def _kind(value: object) -> str:
     if value is None:
         return "null"
@@ -215,8 +206,8 @@ def as_number(value: object, where: str, *, minimum: float, maximum: float) -> f
 class Reading:
     """What comes up while one request is read."""
 
-    # which images are taken, if any, and those that were (`chat.images`)
-    image_limits: Any = None
+    # whether images are taken; ``images`` has those that were, by their names
+    takes_images: bool = False
     # fields that are not counted
     silent: Collection[str] = ()
     protocol: str = ""
@@ -225,7 +216,7 @@ class Reading:
     earlier: Sequence[Elements] = ()
     # the replies that a request may name
     replies: Mapping[str, Any] = field(default_factory=dict)
-    images: list[Any] = field(default_factory=list)
+    images: dict[str, Any] = field(default_factory=dict)
     # fields and values that have no effect, and how often they were given
     ignored: Counter[str] = field(default_factory=Counter)
     # the objects that are read, their paths, and the fields that were read; not `Fields`,
@@ -234,7 +225,7 @@ class Reading:
 
     def key(self, item: object) -> bytes:
         """Return the key of an element; empty: it is read each time, as images are."""
-        if self.image_limits is not None:
+        if self.takes_images:
             return b""
         try:
             return self.protocol.encode() + orjson.dumps(item)

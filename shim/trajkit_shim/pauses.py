@@ -24,7 +24,6 @@ class Pause:
         self._turn = asyncio.Lock()
         self._lease: asyncio.Task[None] | None = None
         self.paused = False
-        self._expired = 0  # pauses that ended automatically
         self._version: str | None = None  # of the last update, if it succeeded
 
     async def pause(self, seconds: float, *, renew: bool = False) -> None:
@@ -75,11 +74,7 @@ class Pause:
 
     def describe(self) -> dict[str, object]:
         """Return the pause for ``GET /engine``."""
-        return {
-            "paused": self.paused,
-            "pauses_expired": self._expired,
-            "weight_version": self._version,
-        }
+        return {"paused": self.paused, "weight_version": self._version}
 
     def _check_paused(self) -> None:
         if not self.paused:
@@ -96,7 +91,6 @@ class Pause:
     async def _expire(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         async with self._turn:
-            self._expired += 1
             self._lease = None
             await self._go_on()
 

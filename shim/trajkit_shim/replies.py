@@ -39,7 +39,7 @@ from trajkit_shim.chat.request import (
 )
 from trajkit_shim.engines.http import UNREADABLE, EngineClient, reading
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.json_input import Json
+from trajkit_shim.json_input import HALF, Json
 from trajkit_shim.prompting.render import PROBE, ChatRenderer, Ids
 
 THINK, END_THINK = TAGS = ("<think>", "</think>")
@@ -57,7 +57,6 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 # parameters of the engines that hold a grammar
 _PINNED = frozenset("ebnf json_schema regex structural_tag structured_outputs".split())
 _dumps = partial(json.dumps, ensure_ascii=False)
-_HALF = re.compile("[\ud800-\udfff]")
 # some templates write values as Python does
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _KINDS = {bool: "boolean", int: "integer", float: "number"}
@@ -271,7 +270,7 @@ class _Names(ast.NodeTransformer):
 def _spelled(value: object) -> str:
     """A value as JSON; clients cannot send half a character back."""
     text = _dumps(value, allow_nan=False)
-    return _HALF.sub(lambda half: f"\\u{ord(half[0]):x}", text)
+    return HALF.sub(lambda half: f"\\u{ord(half[0]):x}", text)
 
 
 # a message of a reply: the recipient is before or after the channel

@@ -239,16 +239,13 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._drain_seconds = drain_seconds
-        self._n_signals = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        again = self.should_exit
-        self._n_signals += 1
-        super().handle_exit(sig, frame)
-        # a third one ends the process without the app's own end
-        self.force_exit = self._n_signals > 2
-        if again:
+        if self.should_exit:
             self._drain(0.0)
+        super().handle_exit(sig, frame)
+        # otherwise a second interrupt would leave out the app's own end
+        self.force_exit = False
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._drain_seconds is not None:

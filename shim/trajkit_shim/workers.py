@@ -25,7 +25,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trajkit_shim.app import answer_error, check_token
 from trajkit_shim.call import Options
-from trajkit_shim.delivery import json_response
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import parse_object, read_body
 from trajkit_shim.serve import url_of
@@ -33,7 +32,7 @@ from trajkit_shim.serve import url_of
 # the header of requests from the first worker, which the receiver answers itself
 _FROM_FIRST = "x-trajkit-worker"
 # of the trainer's paths, those that one worker answers for all
-_TRAINER = ("/sessions", "/engine", "/admin")
+_TRAINER = ("/sessions", "/engine")
 # what a request may wait for is in its body; the answer itself comes at once
 _NO_LIMIT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 
@@ -70,11 +69,6 @@ class Worker:
             return await self._ask(0, request, body)
         if (request.method, path) == ("POST", "/sessions"):
             return await self._open(request, body)
-        if path.startswith("/admin"):
-            counts = await self._ask_all(request, body)
-            if isinstance(counts, Response):
-                return counts
-            return json_response({k: sum(c[k] for c in counts) for k in counts[0]})
         session_id = path.removeprefix("/sessions/").partition("/")[0]
         # any worker knows none of the others
         owner = self._owners.get(hash(session_id), 0)
@@ -85,10 +79,14 @@ class Worker:
         session_id = str(parse_object(body or b"{}").get("session_id"))
         # one after the other: an id is never opened twice, and counts are exact
         async with self._opening:
-            states = await self._ask_all(request, b"", "GET", "/healthz")
-            if isinstance(states, Response):
-                return states
-            loads = [state["sessions"]["open"] for state in states]
+            workers, health = range(len(self._urls)), ("GET", "/healthz")
+            asked = (self._ask(i, request, b"", *health) for i in workers)
+            states = await asyncio.gather(*asked)
+            for state in states:
+                if state.status_code >= 400:
+                    return state
+            found = (json.loads(bytes(state.body))["sessions"] for state in states)
+            loads = [sessions["open"] for sessions in found]
             # its owner says that an id was used before
             owner = self._owners.get(hash(session_id), loads.index(min(loads)))
             answer = await self._ask(owner, request, body)
@@ -96,17 +94,6 @@ class Worker:
                 opened = json.loads(bytes(answer.body))
                 self._owners[hash(opened["session_id"])] = owner
             return answer
-
-    async def _ask_all(
-        self, request: Request, body: bytes, method: str = "", path: str = ""
-    ) -> list[Any] | Response:
-        """Ask all workers; return the first error, or what they answer."""
-        asked = (
-            self._ask(i, request, body, method, path) for i in range(len(self._urls))
-        )
-        answers = await asyncio.gather(*asked)
-        failed = [answer for answer in answers if answer.status_code >= 400]
-        return failed[0] if failed else [json.loads(bytes(a.body)) for a in answers]
 
     async def _ask(
         self,

@@ -170,3 +170,4 @@ def test_rows_say_where_they_leave_an_earlier_row():
 def test_a_session_whose_id_is_a_number():
     table = replaced(drifting(), "session_id", pa.array([7] * len(drifting())))
     assert tk.analysis.call_tree(table, "7") == tk.analysis.call_tree(drifting(), "a")
+    assert len(tk.analysis.why(table)) == len(tk.analysis.why(drifting()))

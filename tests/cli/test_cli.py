@@ -149,7 +149,7 @@ REFUSALS = r"""
 2 | linearize in -o out --reward 1 --sessions s.jsonl | --reward: not allowed
 3 | drift absent.parquet | absent.parquet: No such file
 3 | drift garbage.parquet | garbage.parquet
-3 | show garbage.npz | garbage.npz: not a readable .npz
+3 | show garbage.pt | garbage.pt: not a readable pickle
 2 | view in --port 99999 | Must be <= 65535
 2 | serve --out x --port -1 | Must be >= 0
 3 | show {turns} --tokenizer Qwen/Qwen3-8B | Nothing is downloaded
@@ -181,7 +181,7 @@ def refusing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text("{}")
     # a wrong option is found before a file is read
-    for name in ("in", "s.jsonl", "garbage.parquet", "garbage.npz"):
+    for name in ("in", "s.jsonl", "garbage.parquet", "garbage.pt"):
         (tmp_path / name).write_bytes(b"garbage")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "strange.parquet")
     table = tk.from_records(CALLS[:1])

@@ -274,28 +274,23 @@ def test_the_length_of_a_line_is_bounded(tmp_path, monkeypatch):
     path = tmp_path / "log.jsonl.gz"
     text = line()
     path.write_bytes(gzip.compress(f"{text}\n".encode() + b" " * (64 << 20)))
-    monkeypatch.setenv(jsonl.MAX_LINE_BYTES, str(1 << 20))
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1 << 20)
     with pytest.raises(
         tk.errors.FormatError, match=r"jsonl.gz, line 2: .* than 1048576 bytes"
     ):
         tk.read_turns(path)
-    monkeypatch.setenv(jsonl.MAX_LINE_BYTES, str(len(text) - 1))
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", len(text) - 1)
     path.write_bytes(gzip.compress(f"{text}\n".encode()))
     with pytest.raises(tk.errors.FormatError, match="line 1: "):
         tk.read_turns(path)
-    monkeypatch.setenv(jsonl.MAX_LINE_BYTES, str(len(text)))
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", len(text))
     assert tk.read_turns(path).num_rows == 1
-    monkeypatch.setenv(jsonl.MAX_LINE_BYTES, "much")
-    with pytest.raises(
-        tk.errors.FormatError, match="'much': expected a number of bytes"
-    ):
-        tk.read_turns(path)
 
 
 def test_the_length_of_a_foreign_file_is_bounded(tmp_path, monkeypatch):
     path = tmp_path / "log.json.gz"
     path.write_bytes(gzip.compress(b"[\n" + (b" " * 1000 + b"\n") * 4000))
-    monkeypatch.setenv(jsonl.MAX_LINE_BYTES, str(1 << 20))
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1 << 20)
     [(_, found)] = objects(path, "json")
     assert "log.json.gz is longer than 1048576 bytes" in found.detail
     path.write_bytes(gzip.compress(b" " * (4 << 20)))

@@ -327,7 +327,9 @@ def test_a_rollout_that_failed_is_not_weighed():
 )
 def test_a_turn_without_attribution_raises_or_is_counted(columns, match):
     turns = conversation(**columns)
-    with pytest.raises(InvalidTurnsError, match=rf"session 's', turn 1: .*{match}"):
+    with pytest.raises(
+        InvalidTurnsError, match=rf"'s', turn 1: .*{match}.*--attribution"
+    ):
         weighed(turns)
     assert weighed(turns, missing="skip") == []
     assert counted(turns, missing="skip")["turns_skipped"] == 1

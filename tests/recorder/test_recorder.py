@@ -355,19 +355,6 @@ def test_columns_of_a_session_have_a_type_of_their_own():
 # Messages seen before
 
 
-class Reads:
-    """A recorder that tells which messages of a call were read: not only compared."""
-
-    def __init__(self):
-        self.recorder = tk.Recorder()
-
-    def record(self, *args, **fields):
-        talk = self.recorder._session("a").message_log
-        before = len(talk.book.messages)
-        self.recorder.record("a", *args, **fields)
-        return [json.loads(one.body) for one in talk.book.messages[before:]]
-
-
 def user(text):
     return {"role": "user", "content": [{"type": "text", "text": text}]}
 
@@ -382,14 +369,17 @@ def assistant(text):
 
 def test_a_message_written_otherwise_is_read_again():
     """Changed in place, or equal under == only, it is another; reordered, it is not."""
-    reads = Reads()
+    recorder, seen = tk.Recorder(), []
     talk = [user("u"), {"role": "user", "n": 1}, assistant("x")]
-    seen = []
 
     def said():
+        """The next call's messages that were read, not only compared."""
         prompt = range(2 * len(seen) + 1)
         seen.append(copy.deepcopy(talk))
-        return reads.record(**call(prompt, [prompt.stop], prompt_messages=talk))
+        book = recorder._session("a").message_log.book
+        before = len(book.messages)
+        recorder.record("a", **call(prompt, [prompt.stop], prompt_messages=talk))
+        return [json.loads(one.body) for one in book.messages[before:]]
 
     assert said() == talk
     talk[0]["content"][0]["text"] = "v"
@@ -404,7 +394,7 @@ def test_a_message_written_otherwise_is_read_again():
     keys = [
         [tk.turns.message_key(message) for message in messages] for messages in seen
     ]
-    turns = reads.recorder.turns("a")
+    turns = recorder.turns("a")
     full = tk.expand(turns)
     assert [[m["key"] for m in row] for row in full["messages"].to_pylist()] == keys
     assert turns["shared_messages"].to_pylist()[-1] == 3
@@ -439,10 +429,7 @@ def test_sessions_that_ended_leave_nothing_behind():
     def live(names):
         for name in names:
             for k in range(3):
-                said = {
-                    "prompt_messages": [user(f"{name} {k}")],
-                    "payloads": {"x": [k]},
-                }
+                said = {"prompt_messages": [user(str(k))], "payloads": {"x": [k]}}
                 recorder.record(name, **call(range(50 * k + 1), range(50)), **said)
         for name in names:
             assert recorder.pop(name).num_rows == 3

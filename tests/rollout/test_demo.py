@@ -187,7 +187,6 @@ def test_the_gateways_log_goes_through_json_lines(tmp_path, demo):
     out = str(tmp_path / "turns.jsonl")
     assert cli.main(["expand", demo["turns"], "-o", out]) == cli.DONE
     turns, back = tk.read_turns(demo["turns"]), tk.read_turns(out)
-    assert turns["prompt_digest"].null_count == 0
     same = [name for name in turns.column_names if not name.endswith("_at")]
     for name in same:
         assert back[name].to_pylist() == turns[name].to_pylist(), name

@@ -24,7 +24,7 @@ from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 
 # the rest of what a gateway is given is the app's
-_LOG_OPTIONS = {"form", "routed_experts", "sampling_masks"}
+_LOG_OPTIONS = {"attributed", "form", "routed_experts", "sampling_masks"}
 USER = {"role": "user", "content": "hi"}
 # Each protocol by its name in the log: what reads and writes it, its path, the shortest
 # body that says "hi", and the field that offers the tool f.

@@ -84,8 +84,6 @@ its session is finished | {BEFORE} | nothing | {_CLOSED}
 its session is finished | {MIDDLE} | nothing | {_LATE}
 its session is dropped | {BEFORE} | nothing | {_CLOSED}
 its session is dropped | {MIDDLE} | nothing | {_LATE}
-the gateway is drained | {BEFORE} | nothing | {_CLOSED}
-the gateway is drained | {MIDDLE} | nothing | {_LATE}
 the engine fails | {MIDDLE} | nothing | engine_error api_error server_error UNAVAILABLE
 the engine cuts the call short | {MIDDLE} | context only | \
 engine_error overloaded_error server_error UNAVAILABLE

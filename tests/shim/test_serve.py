@@ -254,7 +254,7 @@ def test_a_server_that_does_not_start(python, tmp_path, capfd, monkeypatch, pids
 def launching(tmp_path, python, model, pids, *server):
     """``trajkit serve --launch`` as a process."""
     options = ["--engine", "sglang", "--launch", model, "--launch-python", python]
-    options += ["--past-reasoning", "sampled"]
+    options += ["--past-reasoning", "sampled", "--attribution"]
     after = ["--", "--pids", str(pids), *server]
     return serving(tmp_path, *options, after=after)
 
@@ -275,6 +275,7 @@ def test_serve_launches_and_records_until_it_is_interrupted(
     (turn,) = tk.read_turns(where["turns"]).to_pylist()
     assert turn["session_id"] == opened["session_id"]
     assert turn["output_ids"] == [104, 105]
+    assert max(turn["prompt_message_index"]) == 0
     assert turn["weight_versions"] == [{"version": "default", "start": 0, "stop": 2}]
 
 
@@ -359,11 +360,8 @@ def test_sessions_of_all_workers_are_one_log(tmp_path):
         for k in range(5):
             assert clients[(k + 1) % 3].finish(f"s{k}", reward=k)["reward"] == k
         assert clients[2].drop("s5")["ended_by"] == "drop"
-        answer = post(f"{urls[1]}/admin/drain", {"wait_seconds": 5}, **ADMIN)
-        drained = answer.json()
-        assert (drained["open"], drained["closed"], drained["turns"]) == (0, 6, 12)
-        for url in urls:
-            assert get(f"{url}/healthz").json()["status"] == "draining"
+        counts = [get(f"{url}/healthz").json()["sessions"] for url in urls]
+        assert [(c["open"], c["closed"], c["turns"]) for c in counts] == [(0, 2, 4)] * 3
         assert stop(process) == (cli.DONE, "", "")
     turns = tk.read_turns(tmp_path / "run")
     tk.validate(turns)
@@ -385,10 +383,9 @@ def test_openings_that_are_refused_and_one_id_at_once(tmp_path):
             with GatewayClient(url, "wrong") as stranger, raises(GatewayError, says):
                 stranger.open("a")
             # what a web page may send through the browser of somebody
-            for path in ("sessions", "admin/drain"):
-                for head in ({"origin": "http://evil.example"}, {"host": "evil.org"}):
-                    answer = post(f"{url}/{path}", {}, **ADMIN, **head)
-                    assert answer.status_code == 403, answer.text
+            for head in ({"origin": "http://evil.example"}, {"host": "evil.org"}):
+                answer = post(f"{url}/sessions", {}, **ADMIN, **head)
+                assert answer.status_code == 403, answer.text
         # before the body is read
         head = b"POST /sessions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
         answer = exchanged(urls[1], head + b"Content-Length: 9\r\n\r\n")

@@ -303,7 +303,6 @@ CONTEXT = [{**CLEAN[0], "trainable": False}]
         (CLEAN, [WHOLE], "strict", []),
         (CLEAN, [(WHOLE[0], [0, 1, *WHOLE[1][2:]])], None, [(0, None, 1, "mask")]),
         (CLEAN, [([1, 2, 3, OTHER, 5], FIRST[1])], None, [(0, None, 3, "mask")]),
-        (CLEAN, [(WHOLE[0], [*WHOLE[1], 0])], None, [(0, None, 8, "length")]),
         (CONTEXT, [FIRST], None, [(0, 0, 2, "untrainable")]),
         # the bytes of 1, 0, 0 are those of 256, 0, 0, 0 from the second on
         (
@@ -349,7 +348,7 @@ def test_what_is_wrong_with_rows_without_pieces(turns, rows, policy, expected):
         ([0.0, float("nan")], []),
         ([0.0, None], []),
         ([0.0, -9.0], [(1, "logprob")]),
-        ([0.0, 0.0, 0.0], [(2, "length")]),
+        ([], []),
     ],
 )
 def test_logprobs_of_rows_without_pieces(logprobs, expected):
@@ -357,6 +356,26 @@ def test_logprobs_of_rows_without_pieces(logprobs, expected):
     rows = {"input_ids": [[1, 2]], "loss_mask": [[0, 1]], "logprobs": [logprobs]}
     found = tk.verify(pa.table(rows), turns).to_pylist()
     assert [(one["token"], one["rule"]) for one in found] == expected
+
+
+def test_a_row_without_logprobs_may_have_an_empty_list():
+    rows = {"input_ids": [[1, 2]], "loss_mask": [[0, 1]]}
+    for logprobs, n_wrong in (([], 0), ([None, None], 1)):
+        table = pa.table(
+            {**rows, "logprobs": pa.array([logprobs], pa.list_(pa.float64()))}
+        )
+        turns = tk.from_records([turn([1], [2])])
+        assert tk.verify(table, turns).num_rows == n_wrong
+
+
+def test_a_complete_reply_counts_before_a_part_of_another():
+    """The first row continues the reply 2 3, with which 2 3 4 begins."""
+    calls = ([1], [2, 3, 4]), ([1], [2, 3]), ([1, 2, 3, 9], [5])
+    turns = tk.from_records([turn(*one, output_logprobs=None) for one in calls])
+    rows = foreign(tk.linearize(turns, "strict"))
+    assert [*map(len, rows["input_ids"].to_pylist())] == [4, 5]
+    for some in (rows, rows.take([1, 0])):
+        assert tk.verify(some, turns, "strict").to_pylist() == []
 
 
 PLAIN = {"input_ids": [[1]], "loss_mask": [[0]]}
@@ -367,6 +386,14 @@ NAMED = {"input_ids": [[1], [2]], "loss_mask": [[0], [0]], "session_id": ["c", N
     ("rows", "options", "error", "said"),
     [
         ({"input_ids": [[1]]}, {}, SchemaError, "loss_mask"),
+        (PLAIN | {"loss_mask": [[0, 0]]}, {}, SchemaError, "2 values for 1 token"),
+        (PLAIN | {"logprobs": [[0.0, 0.0]]}, {}, SchemaError, "2 values for 1 token"),
+        (
+            NAMED | {"row_index": [0, None]},
+            {},
+            SchemaError,
+            "row_index is null in some",
+        ),
         (NAMED, {}, SchemaError, "all or none"),
         (PLAIN, {"reward": {"d": 1.0}}, InvalidTurnsError, "'c'"),
     ],

@@ -452,7 +452,7 @@ def _reasons_of_turns(
 ) -> Iterator[tuple[Any, ...]]:
     """Why turns open rows, from the links and the drift of their prompts."""
     links = link(table, policy)
-    keys = [*tuples(table, "session_id", "turn_index")]
+    keys = [*tuples(links, "session_id", "turn_index")]
     firsts = {name: turn for name, turn in reversed(keys)}
     known = dict(zip(keys, tuples(links, "parent", "link_reason"), strict=True))
     outputs = pc.list_value_length(table["output_ids"]).to_pylist()

@@ -1,11 +1,10 @@
 """Commands from file to file, and those that compare rows, logs and policies."""
 
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any, Literal
@@ -26,20 +25,23 @@ from trajkit.cli import BAD_DATA, DONE, visible
 from trajkit.cli import options as opt
 from trajkit.cli.screen import Progress, share, text_table
 from trajkit.cli.view import marked, rows_of_trainer
+from trajkit.errors import SchemaError
 from trajkit.export import FILE_FORMATS
 from trajkit.files.formats import paths_in
+from trajkit.files.jsonl import row_placed
 from trajkit.files.run import Watch, facts_digest
 from trajkit.files.sources import SessionPrefix
-from trajkit.files.tables import iter_tables, log_files, write_table
+from trajkit.files.tables import log_files, scan_any_rows, write_table
 from trajkit.importers import FORMATS, TARGETS
 from trajkit.importers.containers import SUFFIXES
 from trajkit.importers.reader import UNTRAINED
 from trajkit.policies import ALIASES
 from trajkit.schema import FINDINGS, LOSSES
 from trajkit.tables import lazy_compute as pc
+from trajkit.tables.stages import batches_in, concat
 from trajkit.turns.mapping import merged_map
 from trajkit.turns.session_metadata import session_facts
-from trajkit.verification.run import verify_file
+from trajkit.verification.run import any_rows
 
 
 def import_(
@@ -575,7 +577,7 @@ def check(
 ) -> int:
     """Say whether a trainer's mask trains what was sampled.
 
-    Find rows of any trainer (also .npz and .pt) in the log by their tokens, and say which
+    Find rows of any trainer (also .pt) in the log by their tokens, and say which
     turn each row trains, which trained tokens nobody sampled, which sampled tokens no row
     trains, and whether mask or logprobs are shifted. The exit code is 1 if anything is
     wrong. --out gets all findings. docs/check.md lists the columns that are understood.
@@ -647,36 +649,67 @@ def verify(
     turns: opt.Source,
     /,
     *,
-    out: Annotated[str | None, opt.PARTS, opt.Writes("violations")] = None,
+    out: Annotated[str | None, opt.FILE, opt.Writes("violations")] = None,
     policy: opt.MaybePolicyOption = None,
     sessions: opt.SessionsFile = None,
     reward: opt.Reward = None,
     max_row_tokens: opt.MaxRowTokens = None,
-    job: opt.Job = opt.JOB,
+    reading: opt.Reading = opt.READING,
+    json: opt.Json = False,
+    no_clobber: opt.NoClobber = False,
 ) -> int:
     """Check rows against the turns that they come from.
 
     Print the violations, or write them to --out; the exit code is 1 if there are any. Rows
-    of other systems need input_ids and loss_mask. With --policy, the rows are compared with
-    those of the policy; without it, what is true under every policy is checked.
+    of other systems may have any columns that `check` reads. With --policy, the rows are
+    compared with those of the policy; without it, what is true under every policy is
+    checked. Sessions that break a rule are left out, with their rows; the exit code is
+    then 1, too.
     """
     chosen = opt.one_policy(policy) if policy else None
-    with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
-        output = out or str(Path(folder, "violations.arrows"))
-        facts = opt.facts_of(sessions, reward)
-        check = partial(verify_file, rows, max_row_tokens=max_row_tokens, **facts)
-        totals = job.run("verify", turns, output, chosen, function=check)
-        found = pl.concat(map(pl.DataFrame, iter_tables(output)))
-    text, more = "no violations", len(found) - _MOST_VIOLATIONS
+    options: Any = {**opt.facts_of(sessions, reward), "max_row_tokens": max_row_tokens}
+    batches = filter(len, _cast_rows(rows))
+    first = [*islice(batches, 1)]
+    if not first and chosen is None:
+        raise opt.nothing(rows, "rows")
+    left_out: list[str] = []
+    pieces = reading.pieces(turns, left_out)
+    if first and first[0].column("session_id").null_count:
+        own = concat(pa.Table.from_batches([one]) for one in chain(first, batches))
+        violations = tk.verify(own, concat(pieces), chosen, **options)
+    else:
+        calls = batches_in(pieces)
+        made = tk.verify_batches(chain(first, batches), calls, chosen, **options)
+        violations = pa.Table.from_batches(made)
+        without = pa.array(left_out, pa.string())
+        passed_over = pc.is_in(violations["session_id"], value_set=without)
+        violations = violations.filter(pc.invert(passed_over))
+    if out is not None:
+        write_table(violations, out)
+    found, text = pl.DataFrame(violations), "no violations"
+    more = len(found) - _MOST_VIOLATIONS
     if len(found):
         names = "session_id row_index turn_index token rule detail".split()
-        first = found.head(_MOST_VIOLATIONS).select(pl.col(names).cast(pl.String))
+        some = found.head(_MOST_VIOLATIONS).select(pl.col(names).cast(pl.String))
         head = [name.removesuffix("_id").removesuffix("_index") for name in names]
         counts = found.group_by(pl.col("rule").cast(pl.String), maintain_order=True)
-        text = text_table(head, first.fill_null("").rows())
+        text = text_table(head, some.fill_null("").rows())
         text += f"\n{f'and {more:,} more' * (more > 0)}\n"
         text += text_table(("rule", "violations"), counts.len().rows())
+    if left_out:
+        text += f"\nnot checked: sessions that break a rule: {len(left_out)}"
     if chosen is None:
         text += "\nwithout --policy, only what is true under every policy is checked"
-    job.print(totals, {"violations": found.to_dicts()}, text)
-    return BAD_DATA if len(found) else DONE
+    opt.print_result({"violations": found.to_dicts()}, text, json)
+    return BAD_DATA if len(found) or left_out else DONE
+
+
+def _cast_rows(path: str) -> Iterator[pa.RecordBatch]:
+    """Rows of any system in the columns of `verify`; errors name the file, and the line."""
+    first = 0
+    try:
+        for batch in scan_any_rows(path):
+            yield from any_rows(pa.Table.from_batches([batch]), first).to_batches()
+            first += batch.num_rows
+    except SchemaError as error:
+        raise SchemaError(row_placed(path, str(error))) from None

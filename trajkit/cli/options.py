@@ -46,8 +46,7 @@ from trajkit.files.tables import Log, SessionIndex, sessions_below
 from trajkit.importers.formats import ChatTokenizer
 from trajkit.importers.reader import advised
 from trajkit.policies import ALIASES, NAMED_CHOICES, PRESETS, RULES, rule_of
-from trajkit.tables.columns import take_session, tuples
-from trajkit.turns.validation import reject_turns
+from trajkit.tables.columns import take_session
 
 # transformers would advise to install PyTorch, which is not needed here
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -148,7 +147,7 @@ class Reading:
         With ``empty``, there may be no call.
         """
         prefix, nonfinite = self.session_prefix, self.nonfinite_logprobs
-        log = Log(source, None, nonfinite, reject=True, session_prefix=prefix)
+        log = Log(source, None, nonfinite, True, None, prefix, bodies=True)
         index = log.index()
         if not index.n_turns and not empty:
             raise nothing(source)
@@ -156,12 +155,10 @@ class Reading:
         with Progress("read", "turns") as bar:
             bar.begin(index.n_turns)
             for piece in log.pieces(index):
-                good, bad = reject_turns(piece.turns, nonfinite, bodies=True)
-                for table in (piece.rejected, bad):
-                    rejected.update(tuples(table, "session_id", "reason"))
-                n_good += good.num_rows
+                rejected |= piece.rejected
+                n_good += piece.turns.num_rows
                 bar.count(piece.n_turns)
-                yield good
+                yield piece.turns
         for k, (name, text) in enumerate(rejected.items()):
             reason = InvalidTurnsError(text)
             # the files are searched for the lines of the first few
@@ -198,10 +195,9 @@ class Job(Reading):
         name: str,
         source: Paths,
         *args: Any,
-        function: Callable[..., dict[str, int]] = run,
         **more: Any,
     ) -> dict[str, int]:
-        """Call `trajkit.run`, or a function that takes its options; returns the totals."""
+        """Call `trajkit.run`; returns the totals."""
 
         def begins(index: SessionIndex, done: int) -> None:
             if not index.n_turns:
@@ -209,7 +205,7 @@ class Job(Reading):
             bar.begin(index.n_turns, done)
 
         with Progress(name, "turns") as bar:
-            return function(
+            return run(
                 source,
                 *args,
                 rejected=self.rejected,

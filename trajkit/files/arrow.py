@@ -36,7 +36,7 @@ def read_batches(
     An IPC stream that ends within a message gives a TornLogWarning.
     """
     checked: pa.Schema | None = None
-    for batch, _ in sized_batches(file, kind, None, batch_rows):
+    for batch, *_ in sized_batches(file, kind, None, batch_rows):
         if plan is not None and batch.schema is not checked:
             checked = batch.schema
             try:
@@ -46,8 +46,8 @@ def read_batches(
         yield batch
 
 
-_Sized: TypeAlias = Iterator[tuple[pa.RecordBatch, int]]
-"""Batches, and the approximate bytes of all their columns; 0: counted before."""
+_Sized: TypeAlias = Iterator[tuple[pa.RecordBatch, int, pa.Schema]]
+"""Batches, the approximate bytes of all their columns (0: counted before), and these."""
 
 
 def sized_batches(
@@ -74,12 +74,12 @@ def sized_batches(
                 batches = _read_file(
                     source if names is None else pa.memory_map(str(file))
                 )
-            found = ((batch, batch.get_total_buffer_size()) for batch in batches)
-        for batch, n_bytes in found:
+            found = ((b, b.get_total_buffer_size(), b.schema) for b in batches)
+        for batch, n_bytes, schema in found:
             if names is not None:
                 batch = batch.select([n for n in names if n in batch.schema.names])
             check_buffers(batch)
-            yield batch, n_bytes
+            yield batch, n_bytes, schema
     except (FileNotFoundError, PermissionError):  # no damage
         raise
     except (*UNREADABLE, LayoutError) as error:
@@ -126,7 +126,7 @@ def _read_parquet(
     if sum(group.num_rows for group in groups) != file.metadata.num_rows:
         raise pa.ArrowInvalid("the row groups do not add up to the rows of the file")
     if not file.metadata.num_rows and names is None:
-        yield empty_batch(file.schema_arrow), 0
+        yield empty_batch(file.schema_arrow), 0, file.schema_arrow
     for k, group in enumerate(groups):
         n_rows, n_bytes = 0, group.total_byte_size
         n_values: dict[str, npt.NDArray[np.int64]] = {}
@@ -137,7 +137,7 @@ def _read_parquet(
             n_rows += batch.num_rows
             for key, array in zip(batch.schema.names, batch.columns, strict=True):
                 n_values[key] = _values_in(array) + n_values.get(key, 0)
-            yield batch, n_bytes
+            yield batch, n_bytes, file.schema_arrow
             n_bytes = 0
         if columns != []:
             _check_group(file, k, n_rows, n_values)

@@ -11,10 +11,8 @@ are read at 14 times the speed of ``json.loads`` (docs/benchmarks.md); the kerne
 import io
 import itertools
 import json
-import os
 import re
 import warnings
-from base64 import b64decode, b64encode
 from bisect import bisect_right
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -271,8 +269,8 @@ def _places(shape: Shape) -> _Places:
 
 Record: TypeAlias = dict[str, object]
 
-MAX_LINE_BYTES = "TRAJKIT_MAX_LINE_BYTES"
-"""Environment variable: the longest line, in bytes, without compression."""
+MAX_LINE_BYTES = 1 << 30
+"""The longest line, without compression."""
 
 LINE = "trajkit.files.line"
 """Key of the text of a line, in `calls_with_lines`."""
@@ -280,10 +278,6 @@ LINE = "trajkit.files.line"
 # columns of turns that records spell differently, and those that are written as null
 _MESSAGES = ("messages", "response")
 _WRITTEN_NULL = ("use_tool",)
-
-# Bytes become an object of this key and their base64, except in messages.
-_BYTES, _BYTES_MARK = "$base64", b'{"$base64":'
-_CHAT = ("prompt_messages", "response_message")
 
 # the long arrays of a call
 _CALL: Shape = {"prompt_ids": IDS, "output_ids": IDS, "prompt_messages": ITEMS}
@@ -340,7 +334,7 @@ def read_again(lines: Iterable[tuple[str | None, bytes]]) -> Iterator[Record]:
     """`calls` of lines that were read before, with their sessions."""
     read = Reader(_CALL).read
     for name, line in lines:
-        value = _object(read(line), line)
+        value = _named(read(line))
         yield value if name is None else {**value, "session_id": name}
 
 
@@ -353,9 +347,7 @@ def _lines(
         for number, item in enumerate(whole, 1):
             if not isinstance(item, dict):
                 raise FormatError(f"{name}, item {number} is not a JSON object")
-            item = _restored(item)
-            text = json.dumps(item, default=_encoded).encode()
-            yield number, text, _object(item, b"")
+            yield number, json.dumps(item).encode(), _named(item)
         return
     source = open_input(file, kind)
     for number, (line, complete) in enumerate(split_lines(source, name), 1):
@@ -377,15 +369,12 @@ def _lines(
             return
         if not isinstance(value, dict):
             raise FormatError(f"{name}, line {number} is not a JSON object")
-        yield number, line, _object(value, line)
+        yield number, line, _named(value)
 
 
-def _object(value: Any, line: bytes) -> Record:
-    """The object of a line, with bytes restored; integers are names of sessions, too."""
-    # one character is found much faster than several
-    dollar = line.find(b"$")
-    has_bytes = dollar > 0 and line.find(_BYTES_MARK, dollar - 2) >= 0
-    record: Record = _restored(value) if has_bytes else value
+def _named(value: Any) -> Record:
+    """The object of a line; integers are names of sessions, too."""
+    record: Record = value
     if type(record.get("session_id")) is int:
         record["session_id"] = str(record["session_id"])
     return record
@@ -399,7 +388,7 @@ def _invalid(where: str, error: ValueError) -> FormatError:
 
 def _one_value(file: Path | BinaryIO, kind: Format) -> list[Any] | None:
     """The items of a file that is one JSON value; None if it has lines of objects."""
-    most, name = max_line_bytes(), name_of(file)
+    most, name = MAX_LINE_BYTES, name_of(file)
     at = None if isinstance(file, Path) else file.tell()
     try:
         with open_input(file, kind) as source:
@@ -415,8 +404,7 @@ def _one_value(file: Path | BinaryIO, kind: Format) -> list[Any] | None:
                 return None
     if len(text) > most:
         raise FormatError(
-            f"{name} is one JSON value of more than {most} bytes: write a call per line, "
-            f"or set the environment variable {MAX_LINE_BYTES} to allow more"
+            f"{name} is one JSON value of more than {most} bytes: write a call per line"
         )
     try:
         found = _plain(text)
@@ -430,17 +418,9 @@ def _plain(line: bytes) -> object:
     return parse_json(line.decode())
 
 
-def max_line_bytes() -> int:
-    """The most bytes of a line: 256 MB, or as the environment variable says."""
-    text = os.environ.get(MAX_LINE_BYTES, str(1 << 28))
-    if not text.isdecimal() or not 0 < int(text) < 1 << 62:
-        raise FormatError(f"{MAX_LINE_BYTES} is {text!r}: expected a number of bytes")
-    return int(text)
-
-
 def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:
     """Lines without their line feeds, and whether they had one: they are complete."""
-    most = max_line_bytes()
+    most = MAX_LINE_BYTES
     with source, io.BufferedReader(source, limits.JSON_BYTES) as reader:
         for number in itertools.count(1):
             try:
@@ -457,8 +437,8 @@ def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]
             complete = line.endswith(b"\n")
             if len(line) > most and not complete:
                 raise FormatError(
-                    f"{name}, line {number}: the line is longer than {most} bytes: set "
-                    f"the environment variable {MAX_LINE_BYTES} to allow more"
+                    f"{name}, line {number}: the line is longer than {most} bytes: write "
+                    "several lines, or Parquet or Arrow IPC"
                 )
             if not line:
                 return
@@ -579,18 +559,4 @@ def _text(value: object) -> str:
 def _encoded(value: object) -> object:
     if isinstance(value, date):  # a datetime is one
         return value.isoformat()
-    if isinstance(value, bytes):
-        return {_BYTES: b64encode(value).decode()}
-    raise TypeError(f"{type(value).__name__} {value!r}")
-
-
-def _restored(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_restored(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {_BYTES} and isinstance(value[_BYTES], str):
-        return b64decode(value[_BYTES])
-    return {
-        name: one if name in _CHAT else _restored(one) for name, one in value.items()
-    }
+    raise TypeError(f"{type(value).__name__} {value!r:.60}")

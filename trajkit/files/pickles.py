@@ -45,20 +45,14 @@ class Unknown:
     __setstate__ = __setitem__ = append = extend = add = _ignore
 
 
-ARRAYS = (".npz", ".pt", ".pkl", ".pickle")
+ARRAYS = (".pt", ".pkl", ".pickle")
 """Suffixes of the files that `read_arrays` reads."""
 
 
 def read_arrays(file: Path) -> object:
-    """The rows in a file of arrays: of ``numpy.savez``, or one that `load` reads."""
-    if file.suffix.lower() != ".npz":
-        value = load(file)
-        return value.get("samples", value) if isinstance(value, dict) else value
-    try:
-        with np.load(file) as arrays:
-            return dict(arrays)
-    except (EOFError, ValueError, TypeError, zipfile.BadZipFile) as error:
-        raise FormatError(f"{file}: not a readable .npz: {error}") from error
+    """The rows in a file that `load` reads."""
+    value = load(file)
+    return value.get("samples", value) if isinstance(value, dict) else value
 
 
 def load(file: Path) -> object:

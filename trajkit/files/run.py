@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice, check_flag
-from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
+from trajkit.errors import ArgumentError, FormatError
 from trajkit.files import sources, tables
 from trajkit.files.arrow import read_batches
 from trajkit.files.formats import Format, check_folder, kind_of, replacing
@@ -28,10 +28,9 @@ from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.columns import empty_batch
 from trajkit.tables.ragged import runs_of
-from trajkit.tables.stages import session_ends
 from trajkit.tables.threads import prefetch
 from trajkit.turns.session_metadata import SessionFacts
-from trajkit.turns.validation import REJECTED, Nonfinite
+from trajkit.turns.validation import REJECTED, Nonfinite, accepted
 
 Made: TypeAlias = pa.Table | Iterable[pa.RecordBatch]
 """What a stage makes for one output."""
@@ -172,7 +171,8 @@ def run(
         if manifest is None:
             return dict(_write_part(pieces, stage, whole_files, watch, None, dedup)[0])
         while not manifest.ends or manifest.done < index.n_turns:
-            part = {name: path / manifest.part for name, path in whole_files.items()}
+            name = manifest.part(len(manifest.ends))
+            part = {key: path / name for key, path in whole_files.items()}
             for path in part.values():
                 path.parent.mkdir(exist_ok=True)
             options = watch, limits.FILE_TURNS, dedup
@@ -321,30 +321,20 @@ def _results(stage: Stage, piece: tables.Piece, *, reject: bool) -> Iterator[_Re
     if not reject:
         yield from _made(stage, piece.turns)
         return
-    rejected, empty = [piece.rejected], True
-    for result in _of_accepted(stage, piece.turns, rejected):
-        empty = False
-        yield result
+
+    def begun(turns: pa.Table) -> Iterator[_Result]:
+        made = _made(stage, turns)
+        return itertools.chain([*itertools.islice(made, 1)], made)
+
+    rejected, empty = dict(piece.rejected), True
+    for results in accepted(begun, piece.turns, rejected):
+        for result in results:
+            empty = False
+            yield result
     if empty:  # an empty output has columns, too
         yield from _made(stage, piece.turns.slice(0, 0))
-    yield from (("rejected", one) for one in whole(pa.concat_tables(rejected)))
-
-
-def _of_accepted(
-    stage: Stage, turns: pa.Table, rejected: list[pa.Table]
-) -> Iterator[_Result]:
-    made = _made(stage, turns)
-    try:
-        first = [*itertools.islice(made, 1)]
-    except InvalidTurnsError as error:
-        ends = session_ends(turns).tolist()
-        for start, end in itertools.pairwise([0, *ends]) if len(ends) > 1 else ():
-            yield from _of_accepted(stage, turns.slice(start, end - start), rejected)
-        if len(ends) <= 1:
-            name = turns.column("session_id")[0].as_py()
-            rejected.append(pa.table([[name], [str(error)]], schema=REJECTED))
-    else:
-        yield from itertools.chain(first, made)
+    lines = pa.table([[*rejected], [*rejected.values()]], schema=REJECTED)
+    yield from (("rejected", one) for one in whole(lines))
 
 
 def _made(stage: Stage, turns: pa.Table) -> Iterator[_Result]:
@@ -419,6 +409,10 @@ class Manifest:
                 ) from None
             if known == self._job:
                 self.ends, self.totals = ends, Counter(totals)
+                for folder, k in itertools.product(folders, range(len(ends))):
+                    if not (part := folder / self.part(k)).exists():
+                        lost = f"{part} is missing, which {self._path} names"
+                        raise FormatError(f"{lost}: put it back, or begin anew")
                 return
             if ends or os.listdir(folders[0]) != [MANIFEST]:
                 raise FormatError(
@@ -439,9 +433,8 @@ class Manifest:
     def done(self) -> int:
         return self.ends[-1] if self.ends else 0
 
-    @property
-    def part(self) -> str:
-        return f"part-{len(self.ends):05d}.parquet"
+    def part(self, number: int) -> str:
+        return f"part-{number:05d}.parquet"
 
     def add(self, totals: Counter[str], n_turns: int) -> None:
         self.ends.append(self.done + n_turns)

@@ -305,7 +305,7 @@ def _places(
                         yield file, line
             continue
         for index in ("turn_index", "row_index"):
-            for keys, _ in sized_batches(file, kind, ("session_id", index)):
+            for keys, *_ in sized_batches(file, kind, ("session_id", index)):
                 if {"session_id", index} <= {*keys.schema.names}:
                     ids = keys.column("session_id").cast(pa.string()).to_numpy(False)
                     here = (ids == own) & (np.asarray(keys.column(index)) == number)

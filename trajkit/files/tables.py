@@ -9,23 +9,22 @@ Logs larger than memory are scanned for session ids and turn numbers alone, whic
 temporary file, from which they are read session by session (`SessionStore`).
 """
 
-import itertools
 import os
 import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice, pairwise
+from itertools import chain, count, groupby, islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import arrow_source, check_choice, check_flag, chosen_int
+from trajkit._arguments import arrow_source, check_choice, check_flag
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, TornLogWarning
 from trajkit.files import arrow, jsonl, sources
 from trajkit.files.formats import (
@@ -46,7 +45,7 @@ from trajkit.tables.canonical import (
     as_table,
     canonical,
     canonical_rows,
-    check_session_id,
+    session_names,
     turns_schema,
 )
 from trajkit.tables.columns import (
@@ -71,7 +70,7 @@ from trajkit.tables.ragged import (
 from trajkit.turns import validation
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.mapping import Map, MapLike, Names, names_of, read_map
-from trajkit.turns.records import collected, from_records
+from trajkit.turns.records import FIELDS, collected, from_records, is_too_deep
 from trajkit.turns.session_metadata import last_lines
 from trajkit.turns.sessions import with_current_keys
 
@@ -79,6 +78,7 @@ Source: TypeAlias = sources.Paths | BinaryIO | TableLike
 Sink: TypeAlias = str | os.PathLike[str] | BinaryIO
 # columns that tell a report from a table of sessions
 _REPORTED = frozenset({"tokens_sampled", "tokens_trained", *SESSIONS.names})
+_NO_EXTRAS = frozenset({*FIELDS, *TURNS.names})
 
 _SUFFIXES = {
     "input_ids": "suffix_ids",
@@ -277,7 +277,7 @@ def _session_files(paths: list[Path], format: Format | None) -> list[Path]:
         _files_of(path, format).get("sessions", []) if path.is_dir() else [path]
         for path in paths
     )
-    return [*itertools.chain.from_iterable(own)]
+    return [*chain.from_iterable(own)]
 
 
 def sessions_below(
@@ -296,18 +296,17 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     Each line of JSON lines is one row, an object of the table's columns.
     """
     with sources.local_files(source) as local:
-        tables: dict[bool, list[pa.Table]] = {False: [], True: []}
-        for table in iter_tables(local, format=format, plan=stored_schema):
-            schema = stored_schema(table.column_names)
-            tables[schema is STORED_ROWS].append(canonical(table, schema))
+        tables = [
+            canonical(table, stored_schema(table.column_names))
+            for table in iter_tables(local, format=format, plan=stored_schema)
+        ]
         paths = sources.paths_of(local)
         try:
-            rows = [*tables[False]] or [ROWS.empty_table()][: not tables[True]]
-            if tables[True]:
-                rows.append(decoded(gather(stages.concat(tables[True]), "row_index")))
-            found = validation.check_table(
-                gather(stages.concat(rows), "row_index"), "rows"
-            )
+            rows = stages.concat(tables or [ROWS.empty_table()])
+            found = gather(rows, "row_index")
+            if "suffix_mask" in found.column_names:
+                found = decoded(found)
+            found = validation.check_table(found, "rows")
         except InvalidTurnsError as error:
             if paths is None:
                 raise
@@ -319,51 +318,53 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
 
 
 def scan_rows(
-    source: Source, *, format: Format | None = None, batch_rows: int = 256
+    source: Source, *, format: Format | None = None
 ) -> Iterator[pa.RecordBatch]:
     """Training rows in batches, neither reordered nor checked; see `read_rows`.
 
     Rows of ``write_rows(dedup=True)`` are read session by session. Rows that
     `trajkit.run` writes are in an order that every stage accepts as a stream: sessions
-    are contiguous, in the order of the turns. ``batch_rows`` is the most rows in a batch.
+    are contiguous, in the order of the turns.
     """
-    most = chosen_int("batch_rows", batch_rows, 1)
     sources.check_there(source)
 
     def batches() -> Iterator[pa.RecordBatch]:
         with sources.local_files(source) as local:
-            tables = iter_tables(local, format=format, batch_rows=most)
-            by_form = itertools.groupby(tables, lambda t: stored_schema(t.column_names))
-            for schema, some in by_form:
-                stored = schema is STORED_ROWS
-                for table in _whole_sessions(some) if stored else some:
-                    full = decoded(table) if stored else canonical(table, ROWS)
-                    yield from full.to_batches(max_chunksize=most)
+            options: Any = {"format": format, "batch_rows": limits.SCANNED_ROWS}
+            for table in _full(iter_tables(local, **options)):
+                yield from canonical(table, ROWS).to_batches(limits.SCANNED_ROWS)
 
     return batches()
+
+
+def scan_any_rows(source: Source) -> Iterator[pa.RecordBatch]:
+    """Rows of any system as stored, neither reordered nor checked; see `scan_rows`."""
+    rows = limits.SCANNED_ROWS
+    for table in _full(iter_tables(source, batch_rows=rows, plan=_any_columns)):
+        yield from table.to_batches()
+
+
+def read_any_rows(source: Source) -> pa.Table:
+    """As `scan_any_rows`, in one table."""
+    tables = [*_full(iter_tables(source, plan=_any_columns))]
+    return stages.concat(tables) if tables else ROWS.empty_table()
+
+
+def _any_columns(_: list[str]) -> pa.Schema:
+    """Rows of any system have any columns, but are not another kind of table."""
+    return pa.schema([], metadata=ROWS.metadata)
+
+
+def _full(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Tables of rows; those that were stored with dedup are decoded by session."""
+    by_form = groupby(tables, lambda t: "suffix_mask" in t.column_names)
+    for stored, some in by_form:
+        yield from map(decoded, _whole_sessions(some)) if stored else some
 
 
 def _whole_sessions(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     batches = (batch for table in tables for batch in table.to_batches())
     return stages.whole_sessions(batches, "rows")
-
-
-def read_any_rows(source: Source) -> pa.Table:
-    """Rows of any system as stored, neither reordered nor checked; see `read_rows`."""
-    forms: dict[bool, list[pa.Table]] = {}
-    for table in iter_tables(source, plan=rows_plan):
-        forms.setdefault("suffix_mask" in table.column_names, []).append(table)
-    parts = [full(stages.concat(some)) for some in forms.values()]
-    return stages.concat(parts) if parts else ROWS.empty_table()
-
-
-def full(rows: pa.Table) -> pa.Table:
-    return decoded(rows) if "suffix_mask" in rows.column_names else rows
-
-
-def rows_plan(_: list[str]) -> pa.Schema:
-    """Rows of any system have any columns, but are not another kind of table."""
-    return pa.schema([], metadata=ROWS.metadata)
 
 
 def write_turns(
@@ -376,8 +377,7 @@ def write_turns(
 
     The file appears when everything is written, or not at all. Parquet is compressed
     with zstd. JSON lines contain each call's complete messages. In extra columns a
-    timestamp becomes text there, and bytes become ``{"$base64": "..."}``, which is read
-    back.
+    timestamp becomes text there, and bytes are refused.
 
     Parameters
     ----------
@@ -442,7 +442,7 @@ def write_table(
     """
     tables = _tables(table)
     first = next(tables)
-    _write(itertools.chain([first], tables), first.schema, sink, format)
+    _write(chain([first], tables), first.schema, sink, format)
 
 
 def write_any(
@@ -454,7 +454,7 @@ def write_any(
     """
     first = next(batches)
     kind = (first.schema.metadata or {}).get(b"trajkit.table", b"")
-    batches = itertools.chain([first], batches)
+    batches = chain([first], batches)
     if kind == b"turns":
         write_turns(batches, path)
     elif kind == b"rows":
@@ -601,12 +601,13 @@ class SessionIndex:
 
     ``turns`` is the number of turns of each session, in order of first appearance;
     ``n_bytes`` their approximate size as Arrow; ``scattered`` the first session whose
-    turns are not contiguous and ascending.
+    turns are not contiguous and ascending; ``extras`` the columns beside the schema's.
     """
 
     turns: dict[str | None, int] = field(default_factory=dict)
     n_bytes: int = 0
     scattered: str | None = None
+    extras: pa.Schema = field(default_factory=lambda: pa.schema([]))
     _current: str | None = None
     _last: int = -1
 
@@ -644,19 +645,23 @@ class SessionIndex:
             self.turns[name] = before + stop - start
             self._current, self._last = name, int(own[-1])
 
+    def add_columns(self, columns: Iterable[pa.Field]) -> None:
+        """Count columns of some turns. If types do not fit, reading the turns says so."""
+        with suppress(pa.ArrowException, ValueError, TypeError, OverflowError):
+            both = self.extras, pa.schema(columns)
+            self.extras = pa.unify_schemas(both, promote_options="permissive")
+
 
 def index_sessions(
     paths: Iterable[Path],
     format: Format | None,
-    order: str | None = "turn_index",
     naming: sources.Naming | None = None,
 ) -> SessionIndex:
-    """Scan files for session ids and the column ``order``, by which a session ascends.
+    """Scan files for session ids, turn numbers and the names of columns.
 
     The session None has turns without a valid name; reading the turns reports it.
     """
-    columns = ("session_id",) if order is None else ("session_id", order)
-    index = SessionIndex()
+    index, columns = SessionIndex(), ("session_id", "turn_index")
     with warnings.catch_warnings():
         # reading the turns repeats the warning
         warnings.simplefilter("ignore", TornLogWarning)
@@ -666,23 +671,29 @@ def index_sessions(
             if is_json(kind):
                 index.n_bytes += path.stat().st_size * (_INFLATED if "." in kind else 1)
                 for record in jsonl.calls(path, kind):
-                    name = _session_of(record)
-                    number = None if order is None else record.get(order)
-                    index.add(
-                        pa.array([name and prefix + name], pa.string()),
-                        np.array([number]) if type(number) is int else None,
-                    )
+                    index.add_columns(_extras(record))
+                    name, number = _session_of(record), record.get("turn_index")
+                    numbers = np.array([number]) if type(number) is int else None
+                    index.add(pa.array([name and prefix + name], pa.string()), numbers)
                 continue
-            for keys, n_bytes in arrow.sized_batches(path, kind, columns):
+            for keys, n_bytes, own in arrow.sized_batches(path, kind, columns):
                 index.n_bytes += n_bytes
+                known = turns_schema(own.names).names
+                index.add_columns(one for one in own if one.name not in known)
                 ids = pa.nulls(keys.num_rows, pa.string())
                 if "session_id" in keys.schema.names:
-                    check_session_id(keys.schema)
-                    ids = keys.column("session_id").cast(pa.string())
+                    ids = session_names(keys)
                     if prefix:
                         ids = pc.binary_join_element_wise(prefix, ids, "")
-                index.add(ids, None if order is None else integers(keys, order))
+                index.add(ids, integers(keys, "turn_index"))
     return index
+
+
+def _extras(record: Record) -> Iterator[pa.Field]:
+    """The extra columns that the record of a call makes."""
+    own = {name: record[name] for name in record if name not in _NO_EXTRAS}
+    if not is_too_deep(own):
+        yield from pa.infer_type([own])
 
 
 def _session_of(record: Record) -> str | None:
@@ -698,14 +709,16 @@ class Piece(NamedTuple):
 
     turns: pa.Table
     n_turns: int
-    rejected: pa.Table
+    # the reasons, by session
+    rejected: dict[str, str]
 
 
 class Log:
     """Files of turns, or an open file or a table of them, and how to read them.
 
     With ``reject``, sessions that break a rule are rejected with the reason; otherwise
-    they are errors. ``folder`` is the parent of the temporary directory.
+    they are errors. With ``bodies``, the rules on message bodies count. ``folder`` is the
+    parent of the temporary directory.
     """
 
     def __init__(
@@ -716,14 +729,16 @@ class Log:
         reject: bool = False,
         folder: str | os.PathLike[str] | None = None,
         session_prefix: sources.SessionPrefix | None = None,
+        *,
+        bodies: bool = False,
     ) -> None:
         self._format, self._nonfinite = format, nonfinite_logprobs
-        self._reject, self._folder = reject, folder
+        self._reject, self._folder, self._bodies = reject, folder, bodies
         paths = sources.paths_of(source)
         # no file, no prefix
         self._naming = sources.Naming.of(paths or [], session_prefix if paths else None)
         # why the lines of a session make no turns
-        self._misread: dict[str | None, str] = {}
+        self._misread: dict[str, str] = {}
         self._source: Any = source
         self._files: list[Path] = []
         self._amendments: Amendments | None = None
@@ -732,7 +747,7 @@ class Log:
             self._source = self._files
 
     def index(self) -> SessionIndex:
-        return index_sessions(self._files, self._format, naming=self._naming)
+        return index_sessions(self._files, self._format, self._naming)
 
     def placed(self, error: InvalidTurnsError) -> InvalidTurnsError:
         return sources.placed(error, self._files, self._format, self._naming)
@@ -752,21 +767,29 @@ class Log:
                     stages.rechunk(_after(skip, tables)) if index.turns else tables
                 ):
                     turns, rejected = self._checked(table)
+                    own = [*turns_schema(turns.column_names), *index.extras]
+                    columns = pa.schema(own, turns.schema.metadata)
+                    if index.turns and turns.schema != columns:
+                        turns = stages.concat([columns.empty_table(), turns])
                     if self._amendments is not None:
                         turns = self._amendments.fold_into(turns)
                     yield Piece(turns, table.num_rows, rejected)
         except InvalidTurnsError as error:
             raise self.placed(error) from None
 
-    def _checked(self, table: pa.Table) -> tuple[pa.Table, pa.Table]:
+    def _checked(self, table: pa.Table) -> tuple[pa.Table, dict[str, str]]:
+        """The turns that break no rule, and the reasons of rejected sessions."""
+        rejected: dict[str, str] = {}
         if not self._reject:
-            turns = validation.check_turns(with_current_keys(table), self._nonfinite)
-            return turns, validation.REJECTED.empty_table()
-        good, bad = validation.reject_turns(table, self._nonfinite)
-        lines = bad.to_pylist()
-        for line in lines:
-            line["reason"] = self._misread.pop(line["session_id"], line["reason"])
-        return with_current_keys(good), pa.Table.from_pylist(lines, validation.REJECTED)
+            return self._sound(table), rejected
+        good = [*validation.accepted(self._sound, table, rejected)]
+        for name in rejected.keys() & self._misread.keys():
+            rejected[name] = self._misread[name]
+        return stages.concat(good or [self._sound(table.slice(0, 0))]), rejected
+
+    def _sound(self, table: pa.Table) -> pa.Table:
+        turns = with_current_keys(canonical(table, turns_schema(table.column_names)))
+        return validation.check_turns(turns, self._nonfinite, bodies=self._bodies)
 
     def _sessions(self, index: SessionIndex) -> Generator[pa.Table, None, None]:
         if not index.turns:
@@ -847,7 +870,7 @@ class Log:
         if len(sessions) > 1:
             return stages.concat(map(self._from_records, sessions.values()))
         [(name, lines)] = sessions.items()
-        self._misread[name] = reason
+        self._misread[str(name)] = reason
         nothing = {one.name: pa.nulls(len(lines), one.type) for one in TURNS}
         return pa.table({**nothing, "session_id": [name] * len(lines)})
 
@@ -944,8 +967,7 @@ def read_turns(
     ------
     ArgumentError, FormatError
         The suffix of a path is unknown. The content is of an unknown format, or damaged;
-        a line of JSON is longer than 256 MB, or than the environment variable
-        ``TRAJKIT_MAX_LINE_BYTES``.
+        a line of JSON is longer than 1 GiB.
     SchemaError, InvalidTurnsError
         A column is missing or has another type. A value breaks a rule of the schema.
 
@@ -962,7 +984,7 @@ def read_turns(
         own = read_map(map)
         naming = sources.Naming.of(sources.paths_of(local) or [], session_prefix)
         files: list[tuple[Path, Iterable[Record]]] = []
-        rows: dict[Path, Iterator[int]] = defaultdict(itertools.count)
+        rows: dict[Path, Iterator[int]] = defaultdict(count)
         for file, part in parts_of(local, format, of_lines=jsonl.numbered_lines):
             kind, objects = "line", cast(Iterable[tuple[int, Record]], part)
             if isinstance(part, pa.Table):

@@ -15,17 +15,11 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from trajkit.errors import ArgumentError, FormatError
+from trajkit.files import jsonl
 from trajkit.files.arrow import read_batches
 from trajkit.files.formats import Format as Codec
 from trajkit.files.formats import is_one_value, kind_of, open_input
-from trajkit.files.jsonl import (
-    EACH,
-    MAX_LINE_BYTES,
-    Reader,
-    Shape,
-    max_line_bytes,
-    split_lines,
-)
+from trajkit.files.jsonl import EACH, Reader, Shape, split_lines
 from trajkit.files.pickles import load
 from trajkit.files.sources import check_there, fetched, is_address, paths_of
 from trajkit.tables import limits
@@ -269,14 +263,13 @@ def _json(file: Path, shape: Shape) -> Iterator[Placed]:
 
 
 def _whole(file: Path, codec: Codec, reader: Reader) -> Iterator[Placed]:
-    most = max_line_bytes()
+    most = jsonl.MAX_LINE_BYTES
     try:
         with open_input(file, codec) as source:
             text = bytes(source.read(most + 1)).removeprefix(BOM_UTF8)
         if len(text) > most:
             raise FormatError(
-                f"{file} is longer than {most} bytes: set the environment variable "
-                f"{MAX_LINE_BYTES} to allow more"
+                f"{file} is longer than {most} bytes: write a record per line"
             )
         value = reader.read(text) if text.strip() else []
     except (ValueError, *UNREADABLE) as error:
@@ -320,7 +313,7 @@ _ZIP = (
 
 
 def _inspect(file: Path, shape: Shape) -> Iterator[Placed]:
-    reader, most = Reader(shape), max_line_bytes()
+    reader, most = Reader(shape), jsonl.MAX_LINE_BYTES
     try:
         with zipfile.ZipFile(file) as archive:
             for name in sorted(archive.namelist()):

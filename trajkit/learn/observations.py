@@ -260,8 +260,10 @@ class _Labels:
             fault = calls.gap(call)
             if fault is not None and not choice.skips:
                 turn = calls.turn_index[call]
-                text = f"{where}, turn {turn}: {fault}. missing='skip' passes over it"
-                raise InvalidTurnsError(text)
+                raise InvalidTurnsError(
+                    f"{where}, turn {turn}: {fault}. trajkit serve --attribution records "
+                    "what is needed, and missing='skip' passes over the turn"
+                )
             self.skipped += fault is not None
             self._rendered.append(None if fault is not None else calls.rendered(call))
 

@@ -332,15 +332,21 @@ def _attach(records: Records) -> None:
 def _agree(table: pa.Table, name: str, rows: Longs, others: Longs) -> Longs:
     """At how many tokens from the first on each row has the values of the other one."""
     column, n_tokens = table.column(name), row_lengths(table)
-    values = list_values(column)
-    width = 1
-    while pa.types.is_fixed_size_list(values.type):
-        width *= values.type.list_size
-        values = values.flatten()
+    values, width = list_values(column), 1
+    while tables.is_list(values.type):
+        lists = Ragged.of(values)
+        size = max(int(lists.lengths.max(initial=0)), 1)
+        if ((lists.lengths != size) & (lists.lengths != 0)).any():
+            break
+        # a null list, as the last token's, becomes as many nulls
+        at = np.full(size * len(lists), -1)
+        at[np.repeat(lists.lengths > 0, size)] = np.arange(len(lists.values))
+        values = take_values(lists.values, pa.array(at, mask=at < 0), name)
+        width *= size
     if pa.types.is_nested(values.type) or len(values) != width * n_tokens.sum():
         raise SchemaError(
             f"same has {name!r}, a column of {column.type}: expected numbers, text, or "
-            "lists of one size of these, per token, and none of these lists null"
+            "lists of one size of these, per token"
         )
     codes = value_codes(pa.chunked_array([values]), name)
     lists = Ragged(codes, width * offsets_of(n_tokens))

@@ -6,7 +6,7 @@ from typing import Any, Self
 import numpy as np
 
 from trajkit._arguments import plain_array
-from trajkit.errors import LayoutError
+from trajkit.errors import ArgumentError, LayoutError
 from trajkit.tables.ragged import Longs, offsets_of
 
 
@@ -128,7 +128,13 @@ def varlen(pack: Any) -> Varlen:
             )
     given = _field(pack, "subtree_end")
     given = pack if given is None else given
-    runs = Runs.of(np.asarray(plain_array(given), np.int64))
+    try:
+        runs = Runs.of(np.asarray(plain_array(given), np.int64).reshape(len(given)))
+    except (TypeError, ValueError, OverflowError):
+        raise ArgumentError(
+            f"pack is of type {type(pack).__name__}: expected a Pack, a line of packs, or "
+            "its subtree_end"
+        ) from None
     if runs.fault is not None:
         raise LayoutError("token {}: {}".format(*runs.fault))
     paths = [runs.path(run) for run in range(len(runs.start))]

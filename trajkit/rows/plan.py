@@ -210,12 +210,14 @@ def _payload(
     # what each call's list covers of its path, and whether an earlier call has what is
     # before it
     first, partial = _places(calls, name, length)
-    covered, forest = first + lists.lengths, calls.forest
+    whole, forest = first + lists.lengths, calls.forest
+    # of its last token, which no engine read, a call may have a placeholder
+    covered = np.minimum(whole, calls.path_len - (name == "routed_experts"))
     offsets = offsets_of(planned["n_tokens"])
     at = np.full(int(offsets[-1]), -1)
     valid = np.asarray(lists.values.is_valid())
 
-    def lay(run: PathRanges) -> None:
+    def lay(run: PathRanges, covered: Longs = covered) -> None:
         """Assign elements to tokens that have none; the last of several ranges counts."""
         low = np.maximum(run.first, first[run.call])
         high = np.minimum(run.first + run.length, covered[run.call])
@@ -239,6 +241,8 @@ def _payload(
     for run in known:
         while len((run := before(run)).row):
             lay(run)
+    for run in known if name == "routed_experts" else ():
+        lay(run, whole)
     taken = take_values(lists.values, pa.array(at, mask=at < 0), name)
     absent = np.full(len(planned), pa.types.is_null(lists.values.type))
     return Ragged(taken, offsets).to_arrow(absent)

@@ -169,7 +169,7 @@ PAYLOADS = defined("""Extra columns of turns that have a rule of their own.
 
 routed_experts: Per token of prompt and output, or of all but the last: the experts that it
     was sent to, a list per layer. A list that could be of the output ids alone as well is
-    of all ids but the last, as engines return it.
+    of all ids but the last, as engines give it. A later call's counts for the last id.
 sampling_mask: Per output id: the ids that it was drawn from after top-p and top-k, itself
     among them. Null or empty: nothing was cut off, or it is not known.
 ref_logprobs, teacher_logprobs: Log-probabilities under another model, per output id, or per

@@ -188,8 +188,12 @@ def _check_array(array: pa.Array, *, text: bool) -> None:
         _check_array(array.values.slice(first, last - first), text=text)
 
 
-def check_session_id(schema: pa.Schema) -> None:
-    check_type(schema.field("session_id").type, pa.string(), "column 'session_id'")
+def session_names(batch: pa.RecordBatch) -> pa.Array:
+    """The column session_id as text; integers are names, too."""
+    column = batch.column("session_id")
+    if not pa.types.is_integer(column.type):
+        check_type(column.type, pa.string(), "column 'session_id'")
+    return column.cast(pa.string())
 
 
 def turns_schema(names: list[str]) -> pa.Schema:
@@ -273,7 +277,7 @@ def concat_tables(tables: list[pa.Table]) -> pa.Table:
     """The rows of all tables, with the schema version of the oldest; absent columns are
     null.
     """
-    joined = pa.concat_tables(tables, promote_options="default")
+    joined = pa.concat_tables(tables, promote_options="permissive")
     if any(map(has_old_keys, tables)) and not has_old_keys(joined):
         metadata = {**(joined.schema.metadata or {}), b"trajkit.version": b"2"}
         joined = joined.replace_schema_metadata(metadata)

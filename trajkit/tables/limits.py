@@ -26,6 +26,8 @@ TURN_TOKENS = 256
 # Bytes and rows that are read at a time.
 READ_BYTES = 16 << 20
 MIN_READ_ROWS, MAX_READ_ROWS = 16, 2048
+SCANNED_ROWS = 256
+"""The most rows of a batch of `scan_rows`."""
 JSON_BYTES = 1 << 22
 """Text that is read at a time; the buffer doubles for a longer line."""
 JSON_ROWS = 64
@@ -42,8 +44,6 @@ ROW_GROUP_BYTES = 8 << 20
 reading and writing wait for each other."""
 DICTIONARY_BYTES = 16 << 20
 """Distinct texts of a row group; beyond that each text is written in full."""
-VIOLATIONS = 4096
-"""Violations of sessions without turns that become one table."""
 
 # Temporary files, from which scattered sessions are read.
 BUCKET_BYTES = 32 << 20

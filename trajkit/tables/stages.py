@@ -23,16 +23,16 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.errors import InvalidTurnsError, SchemaError
-from trajkit.schema import ROWS, TURNS_DELTA
+from trajkit.schema import TURNS_DELTA
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import (
     TableLike,
     as_table,
     check_buffers,
-    check_session_id,
     concat_tables,
     is_list,
+    session_names,
     turns_schema,
 )
 from trajkit.tables.columns import empty_batch
@@ -92,12 +92,14 @@ def stage(
             )
         return function(*args, **kwargs)
 
-    @wraps(function)
-    def of_batches(batches: Source, *args: Any, **kwargs: Any) -> Batches:
-        stream = cast(Any, _Stream(what, batches))
-        return cast(Batches, function(stream, *args, **kwargs))
-
     signature = inspect.signature(function)
+
+    @wraps(function)
+    def of_batches(*args: Any, **kwargs: Any) -> Batches:
+        given = signature.bind(*args, **kwargs)
+        given.arguments[what] = _Stream(what, given.arguments[what])
+        return cast(Batches, function(*given.args, **given.kwargs))
+
     first, *options = signature.parameters.values()
     of_batches.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[first.replace(annotation=Source), *options],
@@ -166,57 +168,6 @@ def batches_of(
     return table.to_batches() or [empty_batch(table.schema)]
 
 
-def in_step(
-    turns: Iterable[pa.Table], rows: Iterable[pa.RecordBatch]
-) -> Iterator[tuple[pa.Table | None, pa.Table]]:
-    """Each table of turns with the rows of the same sessions.
-
-    Both have complete sessions in one order; ``rows`` may lack some. Its sessions that
-    ``turns`` lack come at the end, with None; a session whose turns came earlier is an
-    error.
-    """
-    tables = whole_sessions(rows, "rows")
-    first = next(tables, None)
-    schema = ROWS if first is None else first.schema
-    empty = pa.Table.from_batches([empty_batch(schema)])
-    sessions = one_by_one(tables if first is None else itertools.chain([first], tables))
-    del first
-    earlier: set[str | None] = set()
-
-    def follows() -> tuple[str | None, pa.Table | None]:
-        """The next session of the rows."""
-        name, table = next(sessions, (None, None))
-        if name in earlier:
-            raise InvalidTurnsError(
-                f"session {name!r} comes too late in rows: turns have it before a "
-                "session that came already. Streams that are read in step must have "
-                "their sessions in one order: sort them all by session_id"
-            )
-        return name, table
-
-    name, table = follows()
-    for current in turns:
-        names = pc.unique(current.column("session_id").cast(pa.string())).to_pylist()
-        taken = []
-        while table is not None and name in names:
-            taken.append(table)
-            name, table = follows()
-        earlier.update(names)
-        yield current, concat(taken) if taken else empty
-        del current, taken
-    while table is not None:
-        yield None, table
-        name, table = follows()
-
-
-def one_by_one(tables: Iterable[pa.Table]) -> Iterator[tuple[str, pa.Table]]:
-    """Each session of tables of complete sessions, with its name."""
-    for table in tables:
-        for start, end in itertools.pairwise([0, *session_ends(table).tolist()]):
-            part = table.slice(start, end - start)
-            yield part.column("session_id")[0].as_py(), part
-
-
 def whole_sessions(
     batches: Iterable[pa.RecordBatch], what: str = "turns"
 ) -> Generator[pa.Table, None, None]:
@@ -239,7 +190,9 @@ def whole_sessions(
             )
         if "session_id" not in batch.schema.names:
             raise SchemaError(f"{what} have no column 'session_id': add it")
-        check_session_id(batch.schema)
+        at, named = batch.schema.get_field_index("session_id"), session_names(batch)
+        if pa.types.is_integer(batch.schema.types[at]):
+            batch = batch.set_column(at, "session_id", named)
         schema = schema or batch.schema
         if batch.num_rows == 0:
             continue

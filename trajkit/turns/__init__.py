@@ -12,6 +12,5 @@ if TYPE_CHECKING:
     from trajkit.turns.messages import message_record as message_record
     from trajkit.turns.messages import tools_key as tools_key
     from trajkit.turns.records import lcp as lcp
-    from trajkit.turns.validation import reject_sessions as reject_sessions
 else:
     __getattr__, __dir__ = lazy_names(__name__)

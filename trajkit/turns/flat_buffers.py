@@ -126,22 +126,16 @@ class FlatRows:
         return self.table.column(name)[int(row)].as_py() if known else None
 
 
-def flat_rows(table: pa.Table, *, align_right: bool = False) -> FlatRows:
-    """The per-token columns of rows: input_ids, loss_mask and, optionally, logprobs.
-
-    ``align_right``: lists that are shorter than the row are aligned with its end, not its
-    start.
-    """
+def flat_rows(table: pa.Table) -> FlatRows:
+    """The per-token columns of rows: input_ids, loss_mask and, optionally, logprobs."""
     ids = Ragged.of(table.column("input_ids"), -1)
-    bits, has_mask, n_mask = _per_token(table, "loss_mask", ids, align_right)
-    values, given, n_logprobs = _per_token(table, "logprobs", ids, align_right)
+    bits, has_mask, n_mask = _per_token(table, "loss_mask", ids)
+    values, given, n_logprobs = _per_token(table, "logprobs", ids)
     mask, logprobs = bits.astype(np.bool_), values.astype(np.float32)
     return FlatRows(table, ids, mask, has_mask, logprobs, given, n_mask, n_logprobs)
 
 
-def _per_token(
-    table: pa.Table, name: str, ids: Ragged, align_right: bool = False
-) -> tuple[Array, Bools, Longs]:
+def _per_token(table: pa.Table, name: str, ids: Ragged) -> tuple[Array, Bools, Longs]:
     """Values, validity and lengths of a column, one value per id."""
     n_tokens, n_ids = ids.lengths, len(ids.values)
     if name not in table.column_names:
@@ -154,8 +148,7 @@ def _per_token(
     if (n == n_tokens).all():
         return numbers, valid, n
     kept = np.minimum(n, n_tokens)
-    starts = ids.offsets[:-1] + (n_tokens - kept if align_right else 0)
-    at, source = positions(starts, kept), positions(lists.offsets[:-1], kept)
+    at, source = (positions(one.offsets[:-1], kept) for one in (ids, lists))
     placed, there = np.zeros(n_ids, numbers.dtype), np.zeros(n_ids, np.bool_)
     placed[at], there[at] = numbers[source], valid[source]
     return placed, there, n

@@ -4,9 +4,9 @@ The rules of columns are in `trajkit.schema`, beside them. Those of payloads, im
 bodies, which need more, are here.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 import orjson
@@ -34,22 +34,17 @@ from trajkit.schema.engine import (
     row_lengths,
     session_numbers,
 )
-from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import (
     TableLike,
-    as_table,
     canonical,
-    cast,
-    check_columns,
     check_type,
     in_type,
-    misfits,
     place,
     turns_schema,
 )
-from trajkit.tables.columns import take_rows, with_column
+from trajkit.tables.columns import with_column
 from trajkit.tables.ragged import Ragged, codes, combined
-from trajkit.tables.stages import apply, stage
+from trajkit.tables.stages import apply, session_ends, stage
 from trajkit.turns.images import has_items, image_faults
 from trajkit.turns.messages import parse_json
 
@@ -60,7 +55,7 @@ REJECTED = described("""rejected
 session_id text
 reason text: the first rule that it breaks, with position and value
 """).with_metadata({"trajkit.table": "rejected"})
-"""The rejected sessions that `reject_sessions` returns: one row per session. By its name,
+"""The rejected sessions of `trajkit.run`: one row per session. By its name,
 readers of a directory of turns skip it."""
 
 _SCHEMAS: dict[str, pa.Schema] = {
@@ -117,7 +112,10 @@ def validate(
     ArgumentError
         ``kind``, ``nonfinite_logprobs`` or ``bodies`` is not allowed.
     """
-    _check_options(kind, nonfinite_logprobs, bodies)
+    if kind is not None:
+        check_choice("kind", kind, Kind)
+    check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
+    check_flag("bodies", bodies)
 
     def one(source: pa.Table) -> pa.Table:
         plan, checks = _plan(source, kind, bodies)
@@ -129,68 +127,39 @@ def validate(
 validate_batches = validate.batches
 
 
-def reject_sessions(
-    table: TableLike,
-    kind: Kind | None = None,
-    *,
-    nonfinite_logprobs: Nonfinite = "raise",
-    bodies: bool = True,
-) -> tuple[pa.Table, pa.Table]:
-    """Separate the sessions that keep every rule from those that break one.
-
-    Parameters
-    ----------
-    table, kind, nonfinite_logprobs, bodies
-        As for `validate`.
-
-    Returns
-    -------
-    good, bad : Table
-        Complete sessions in canonical form; and the columns session_id and reason, in order
-        of discovery.
-
-    Raises
-    ------
-    SchemaError
-        As for `validate`: the fault affects the complete table.
-    InvalidTurnsError
-        A session_id is null, so the session to reject is unknown.
-    """
-    _check_options(kind, nonfinite_logprobs, bodies)
-    source = as_table(table)
-    return _reject(source, *_plan(source, kind, bodies), nonfinite_logprobs)
-
-
-def _check_options(kind: object, nonfinite_logprobs: object, bodies: object) -> None:
-    if kind is not None:
-        check_choice("kind", kind, Kind)
-    check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
-    check_flag("bodies", bodies)
-
-
-def _reject(
-    source: pa.Table, plan: pa.Schema, checks: tuple[Check, ...], nonfinite: Nonfinite
-) -> tuple[pa.Table, pa.Table]:
-    check_columns(source, plan)
-    reasons: dict[str, str] = {}
-    source = _without(source, misfits(source, plan), reasons)
-    out = _settle(cast(source, plan), nonfinite)
-    for check in checks:
-        out = _without(out, check(out), reasons)
-    return out, pa.table([[*reasons], [*reasons.values()]], schema=REJECTED)
-
-
-def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
-    """As `validate`, for turns in canonical form, without bodies and empty prompts."""
-    _, checks = _plan(turns, "turns", bodies=False, empty=True)
+def check_turns(
+    turns: pa.Table, nonfinite_logprobs: Nonfinite, *, bodies: bool = False
+) -> pa.Table:
+    """As `validate`, for turns in canonical form, whose prompts may be empty."""
+    _, checks = _plan(turns, "turns", bodies, empty=True)
     return check_all(_settle(turns, nonfinite_logprobs), checks)
 
 
-def reject_turns(
-    turns: pa.Table, nonfinite: Nonfinite, *, bodies: bool = False
-) -> tuple[pa.Table, pa.Table]:
-    """As `reject_sessions`, by the rules of `check_turns`, and those on ``bodies``."""
-    return _reject(turns, *_plan(turns, "turns", bodies, empty=True), nonfinite)
+Made = TypeVar("Made")
+
+
+def accepted(
+    work: Callable[[pa.Table], Made], table: pa.Table, rejected: dict[str, str]
+) -> Iterator[Made]:
+    """What ``work`` makes of the sessions that it does not refuse (InvalidTurnsError).
+
+    It gets all sessions, which are contiguous, and if it refuses, each half of them.
+    ``rejected`` gets the error's text for each session that it refuses alone.
+    """
+    try:
+        made = work(table)
+    except InvalidTurnsError as error:
+        ends, names = session_ends(table), table.column("session_id")
+        if names.null_count or not len(ends):  # there is no session to reject
+            raise
+        if len(ends) == 1:
+            rejected[str(names[0])] = str(error)
+            return
+        middle = ends[len(ends) // 2 - 1]
+        for half in (table.slice(0, middle), table.slice(middle)):
+            yield from accepted(work, half, rejected)
+    else:
+        yield made
 
 
 def check_table(table: pa.Table, kind: Kind) -> pa.Table:
@@ -251,26 +220,6 @@ def _kind_of(table: pa.Table) -> str:
     raise SchemaError(
         f"columns {sorted(names)} fit no table: expected session_id at least"
     )
-
-
-def _without(
-    table: pa.Table, violations: Iterator[Fault], reasons: dict[str, str]
-) -> pa.Table:
-    """Remove the sessions that break a rule, and add the first reason of each."""
-    before = len(reasons)
-    names = table.column("session_id")
-    for rows, explain in violations:
-        for row, k in zip(*np.unique(rows, return_index=True), strict=True):
-            name, where = names[int(row)].as_py(), place(table, int(row))
-            if name is None:
-                raise InvalidTurnsError(f"{where}: session_id is null")
-            if name not in reasons:
-                reasons[name] = f"{where}: {explain(int(k))}"
-    if len(reasons) == before:
-        return table
-    bad = pa.array(list(reasons)[before:], pa.string())
-    good = pc.invert(pc.is_in(names.cast(pa.string()), value_set=bad))
-    return take_rows(table, pa.array(np.flatnonzero(good.to_numpy())))
 
 
 def _settle(table: pa.Table, nonfinite: Nonfinite) -> pa.Table:

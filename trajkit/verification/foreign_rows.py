@@ -9,29 +9,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
-from trajkit.errors import SchemaError
 from trajkit.schema.engine import Bools
-from trajkit.tables.canonical import canonical
-from trajkit.tables.columns import with_column
 from trajkit.tables.ragged import Floats, Ints, Longs
 from trajkit.turns.flat_buffers import Spans, TurnTokens
 from trajkit.verification import rules
-from trajkit.verification.rules import Case, no_logprob
-
-FOREIGN = pa.schema(
-    [
-        pa.field("session_id", pa.string()),
-        pa.field("row_index", pa.int32()),
-        pa.field("input_ids", pa.large_list(pa.int32()), nullable=False),
-        pa.field("loss_mask", pa.large_list(pa.bool_()), nullable=False),
-        pa.field("logprobs", pa.large_list(pa.float32())),
-        pa.field("prompt_length", pa.int32()),
-    ],
-    metadata={"trajkit.table": "rows"},
-)
-"""Columns read from rows without spans."""
+from trajkit.verification.rules import Case
 
 PROMPT_END = 16
 """Tokens of the prompt that must precede an output found out of context."""
@@ -41,31 +24,8 @@ TOLERANCE = 1e-2
 _ID_BYTES = 4
 
 
-def foreign_rows(table: pa.Table, first: int = 0) -> pa.Table:
-    """Rows of another system, cast to `FOREIGN`.
-
-    In integer masks, a value other than 0 is trained. Rows without a row_index are
-    numbered from ``first``.
-    """
-    if "loss_mask" in table.column_names:
-        mask = table.column("loss_mask")
-        numbers = getattr(mask.type, "value_type", None)
-        if numbers is not None and pa.types.is_integer(numbers):
-            bits = mask.cast(pa.large_list(numbers)).cast(pa.large_list(pa.bool_()))
-            table = with_column(table, "loss_mask", bits)
-    table = canonical(table, FOREIGN).select(FOREIGN.names)
-    without = table.column("row_index").null_count
-    if 0 < without < table.num_rows:
-        raise SchemaError("row_index is null in some rows: expected all or none")
-    if without:
-        counted = pa.array(first + np.arange(table.num_rows), pa.int32())
-        table = with_column(table, "row_index", counted)
-    return table
-
-
 def check_located(case: Case) -> None:
     """Check rows without spans: every masked token must belong to a turn's output."""
-    _lengths(case)
     trained = _located(case)
     rules.mask_and_logprobs(case, trained)
     rules.untrainable(case, trained)
@@ -178,7 +138,7 @@ class Sampled:
             if logprobs is not None and trained.any():
                 here, due = logprobs[start:stop], turns.logprobs[mine]
                 near = np.abs(here - due) <= TOLERANCE * np.maximum(1, np.abs(due))
-                good = np.where(turns.has_logprob[mine], near, no_logprob(here))
+                good = np.where(turns.has_logprob[mine], near, here == 0)
                 wrong = 1 - float(good[trained].mean())
             n_due = int(self.due[mine].sum())
             again = bool((self.trained_by[mine] >= 0).any())
@@ -203,20 +163,3 @@ def _elsewhere(turns: TurnTokens, ids: Ints, call: int) -> Iterator[_Place]:
             start = at // _ID_BYTES + len(before)
             yield _Place(call, start, start + len(output), True, False)
         at = row.find(wanted, at + 1)
-
-
-def _lengths(case: Case) -> None:
-    """A mask covers the row or its response, and logprobs have the mask's length."""
-    rows = case.rows
-    prompts = rows.table.column("prompt_length").to_pylist()
-    sizes = zip(rows.ids.lengths, rows.n_mask, rows.n_logprobs, prompts, strict=True)
-    for row, (n, n_mask, n_logprobs, prompt) in enumerate(sizes):
-        whole = f"input_ids has {n}"
-        if prompt is not None:
-            whole += f" ({n - prompt} of the response)"
-        if n_mask > n or (prompt is not None and n_mask not in (n, n - prompt)):
-            detail = f"loss_mask has {n_mask} values, {whole}"
-            case.report("length", detail, row, -1, min(n, n_mask))
-        if n_logprobs not in (0, n, n_mask):
-            detail = f"logprobs has {n_logprobs} values, {whole} and loss_mask {n_mask}"
-            case.report("length", detail, row, -1, min(n, n_logprobs))

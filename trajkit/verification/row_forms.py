@@ -78,7 +78,7 @@ def is_rows(names: list[str]) -> bool:
     return whole or any({*part} <= {*names} for part in PARTS)
 
 
-def plain_rows(given: object) -> pa.Table:
+def plain_rows(given: object, first: int = 0) -> pa.Table:
     """Rows of any trainer as `PLAIN`.
 
     Parameters
@@ -86,19 +86,25 @@ def plain_rows(given: object) -> pa.Table:
     given : table, dict of columns, list of dicts or of objects
         Rows of trajkit, or of a trainer. Columns are lists, or tensors of
         shape (n_rows, n_tokens) with an ``attention_mask``.
+    first : int
+        The number of the first row. It is the row_index of a row that has none.
 
     Raises
     ------
     SchemaError
         No column has ids, or no column has a mask; lengths do not fit together; a value
-        is of another type; columns contradict each other; a row has several sequences.
+        is of another type; columns contradict each other; a row has several sequences;
+        some rows only have a row_index.
     """
     if isinstance(given, pa.Table) and given.schema.equals(PLAIN):
         return given
     table = _table(given)
     if {"spans", "suffix_mask"} & {*table.column_names}:
         table = canonical_rows(table).select(TOKENS)
-    found = [_plain(row, number) for number, row in enumerate(_rows(table))]
+    if "row_index" in table.column_names:
+        if 0 < table.column("row_index").null_count < table.num_rows:
+            raise SchemaError("row_index is null in some rows: expected all or none")
+    found = [_plain(row, number) for number, row in _rows(table, first)]
     return pa.Table.from_pylist(found, PLAIN)
 
 
@@ -149,9 +155,9 @@ def _fields(one: Any) -> dict[str, Any]:
     return dict(vars(one))
 
 
-def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """The rows, with lists of numbers as arrays, without nulls."""
-    number = itertools.count()
+def _rows(table: pa.Table, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows and their numbers, with lists of numbers as arrays, without nulls."""
+    number = itertools.count(first)
     for batch in table.to_batches():
         for k in range(batch.num_rows):
             row, at = {}, next(number)
@@ -171,7 +177,7 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
                         f"row {at}: {name} has lists: expected the numbers of one row; "
                         "write one row per sequence"
                     )
-            yield row
+            yield at, row
 
 
 def _plain(row: dict[str, Any], number: int) -> dict[str, Any]:
@@ -219,7 +225,7 @@ def _plain(row: dict[str, Any], number: int) -> dict[str, Any]:
     padding = int(kept[0]) if len(kept) else 0
     at = slice(padding, int(kept[-1]) + 1 if len(kept) else 0)
     logprobs = None
-    for column in [column for column in LOGPROBS if column in row][:1]:
+    for column in [name for name in LOGPROBS if np.size(row.get(name, ()))][:1]:
         own = aligned(column, float("nan"))[at].astype(np.float32)
         logprobs = pa.array(own, pa.float32(), mask=np.isnan(own))
     session, index = row.get("session_id"), row.get("row_index", number)

@@ -17,7 +17,7 @@ from trajkit import _core
 from trajkit.policies import Policy, Rewards
 from trajkit.schema import EMPTY_KINDS, RULES, SPAN_KINDS, VIOLATIONS
 from trajkit.schema.engine import Bools, Violation, as_lines, shown
-from trajkit.tables.ragged import Array, Floats, Index, Ints, Longs, Ragged
+from trajkit.tables.ragged import Array, Index, Ints, Longs, Ragged
 from trajkit.turns.flat_buffers import (
     FlatRows,
     Spans,
@@ -337,12 +337,6 @@ def untrainable(case: Case, spans: Spans) -> None:
         _report_span(case, spans, k, "untrainable", f"covers {what} that {words}")
 
 
-def no_logprob(logprobs: Floats) -> Bools:
-    """Where there is no logprob: other systems write 0.0 or NaN."""
-    nothing: Bools = (logprobs == 0) | np.isnan(logprobs)
-    return nothing
-
-
 def mask_and_logprobs(case: Case, trained: Spans) -> None:
     """The mask is true exactly for the tokens of trained spans. Logprobs are the engine's
     there, and null for all others.
@@ -373,7 +367,8 @@ def mask_and_logprobs(case: Case, trained: Spans) -> None:
     complete, has = np.repeat(has_list, ids.lengths), rows.has_logprob
     if not case.has_spans:
         complete &= is_trained
-        has = np.where(no_logprob(rows.logprobs), given, has)
+        # other systems write 0.0 where there is no logprob
+        has = np.where(rows.logprobs == 0, given, has)
     differ = (has != given) | (given & (rows.logprobs != due))
     odd = np.flatnonzero(complete & differ)
 

@@ -2,19 +2,11 @@
 
 from __future__ import annotations  # a signature shows the words below
 
-import os
-from collections import Counter, defaultdict
-from collections.abc import (
-    Container,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-)
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from itertools import chain, islice
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import numpy as np
@@ -22,28 +14,25 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arguments import check_choice, chosen_int
-from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.files import run as file_run
-from trajkit.files import sources
-from trajkit.files import tables as file_tables
-from trajkit.files.formats import paths_in
+from trajkit.errors import SchemaError
+from trajkit.files.tables import SessionStore
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rows.linearize import linearize
-from trajkit.schema import ROWS
+from trajkit.schema import ROWS, TURNS
 from trajkit.schema.engine import Violation, shown
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits, stages
 from trajkit.tables.canonical import TableLike, as_table, canonical_rows
-from trajkit.tables.columns import empty_batch, take_rows
+from trajkit.tables.columns import empty_batch, take_rows, tuples
 from trajkit.tables.ragged import Longs
 from trajkit.turns.flat_buffers import FlatRows, flat_rows, flat_turns, sessions_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
 from trajkit.turns.sessions import Sessions
 from trajkit.verification import rules
-from trajkit.verification.foreign_rows import check_located, foreign_rows
-from trajkit.verification.row_forms import is_rows, plain_rows
+from trajkit.verification.foreign_rows import check_located
+from trajkit.verification.row_forms import plain_rows
 
 WeighBy: TypeAlias = Literal["token", "row", "rollout", "constant"]
 
@@ -73,10 +62,9 @@ def verify(
     ----------
     rows : table
         `trajkit.schema.ROWS`, or rows of another system without ``spans``. The latter
-        need ``input_ids`` and ``loss_mask``, which covers the row or only its response;
-        ``logprobs`` (as long as the mask), ``session_id``, ``row_index`` and
-        ``prompt_length`` are optional. Turns are then located by their prompts and
-        outputs.
+        have the columns that `trajkit.check_rows` takes, and optionally ``session_id`` and
+        ``row_index``. Turns are then located by their prompts and outputs; tokens are
+        counted without padding.
     turns : table
         `trajkit.schema.TURNS` of all sessions of the rows, in full or delta form.
     policy : str or Policy, optional
@@ -138,75 +126,69 @@ def verify_batches(
 ) -> stages.Batches:
     """From record batches to an iterator of record batches; see `verify`.
 
-    The batches of a session are consecutive, and the rows have a ``session_id`` and
-    their sessions in the order of the turns; else it is an InvalidTurnsError.
+    The batches of a session of turns are consecutive. Rows need a ``session_id``; their
+    sessions may come in any order, because they are first written to a temporary file.
+    Violations of sessions without turns, and of those that are not contiguous, come last.
     """
     judge = Judge.of(policy, **options)
 
     def violations() -> Iterator[pa.Table]:
-        lead = stages.whole_sessions(stages.batches_of(turns))
-        follows = numbered(stages.batches_of(rows))
-        for own, theirs in stages.in_step(lead, follows):
-            if own is not None:
-                yield judge.violations(theirs, own)
-            else:
-                faults = [*session_faults(theirs.to_batches(), ())]
-                yield rules.violations_table(faults)
+        found: list[Violation] = []
+        nothing = TURNS.empty_table()
+        with ExitStack() as stack:
+            batches = _contiguous(_named(stages.batches_of(rows)), found)
+            store = SessionStore(batches, str, None, stack)
+            empty = store.empty if store.empty.column_names else ROWS.empty_table()
+            for own in stages.whole_sessions(stages.batches_of(turns)):
+                ids = own.column("session_id").cast(pa.string())
+                names = pc.unique(ids).to_pylist()
+                theirs = chain.from_iterable(map(store.tables, names))
+                yield judge.violations(stages.concat([empty, *theirs]), own)
+                for name in names:
+                    store.starts.pop(name, None)
+            for name in store.starts:
+                for theirs in store.tables(name):
+                    yield judge.violations(theirs, nothing)
+        if found:
+            yield rules.violations_table(found)
 
     return stages.batches_in(violations())
 
 
 def any_rows(table: pa.Table, first: int = 0) -> pa.Table:
-    """Rows of any system, cast to the types that the checks expect."""
-    if "spans" in table.column_names:
-        return canonical_rows(table)
-    names = table.column_names
-    if is_rows(names) and not {"input_ids", "loss_mask"} <= {*names}:
-        table = plain_rows(table)
-    return foreign_rows(table, first)
+    """Rows of trajkit in canonical form, or rows of another system as `plain_rows`."""
+    own = "spans" in table.column_names
+    return canonical_rows(table) if own else plain_rows(table, first)
 
 
-def numbered(
-    batches: Iterable[pa.RecordBatch],
-) -> Generator[pa.RecordBatch, None, None]:
-    """Cast batches of rows with `any_rows`, and number rows without a row_index."""
-    first, counted = 0, None
-    for batch in batches:
-        if not isinstance(batch, pa.RecordBatch):
-            yield batch  # `whole_sessions` raises SchemaError for it
-            continue
-        table = pa.Table.from_batches([batch])
+def _named(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Batches of rows as `any_rows`, which counts them; each row names its session."""
+    first = 0
+    for table in map(as_table, batches):
         names = table.column_names
         if "session_id" not in names or table.column("session_id").null_count:
             raise SchemaError(
-                "session_id is absent or null in some rows: a stream of rows needs it. "
-                "Pass a table to search all turns"
+                "session_id is absent or null in some rows: give it to every row of a "
+                "stream. In a table without it, rows are searched in all turns"
             )
-        none = "row_index" not in names or table.column("row_index").null_count > 0
-        if counted not in (none, None) and table.num_rows:
-            raise SchemaError("row_index is null in some rows: expected all or none")
-        counted = none if table.num_rows else counted
-        # those that `write_rows` stored with dedup wait for their session
-        made = table if "suffix_mask" in names else any_rows(table, first)
+        made = any_rows(table, first)
         yield from made.to_batches() or [empty_batch(made.schema)]
         first += table.num_rows
 
 
-def session_faults(
-    rows: Iterable[pa.RecordBatch], known: Container[str | None]
-) -> Iterator[Violation]:
-    """Report rows whose session is not ``known``, and sessions that are not contiguous."""
+def _contiguous(
+    rows: Iterable[pa.RecordBatch], found: list[Violation]
+) -> Iterator[pa.RecordBatch]:
+    """Pass rows on, and report those of a session that continues after another began."""
     current, began = None, set[str | None]()
     for batch in rows:
-        names = batch.column("session_id").to_pylist()
-        for name, row in zip(names, batch.column("row_index").to_pylist(), strict=True):
-            if name not in known:
-                yield Violation("session", "the session has no turns", name, row)
+        for name, row in tuples(batch, "session_id", "row_index"):
             if name != current and name in began:
                 detail = "the session continues after another session began"
-                yield Violation("session", detail, name, row)
+                found.append(Violation("session", detail, name, row))
             current = name
             began.add(name)
+        yield batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +226,12 @@ class Judge:
         names, n_null = calls.ids.to_pylist(), rows.column("session_id").null_count
         found: list[Violation] = []
         if has_spans or not n_null:
-            found.extend(session_faults(rows.to_batches(), set(names)))
-            parts = _parts(calls, sessions_of(rows, calls))
+            deque(_contiguous(rows.to_batches(), found), 0)
+            sessions = sessions_of(rows, calls)
+            alone = take_rows(rows, pa.array(np.flatnonzero(sessions < 0)))
+            for place in tuples(alone, "session_id", "row_index"):
+                found.append(Violation("session", "the session has no turns", *place))
+            parts = _parts(calls, sessions)
         elif n_null == rows.num_rows:
             parts = iter([(calls, np.arange(rows.num_rows))])
         else:
@@ -253,7 +239,7 @@ class Judge:
         for part, which in parts:
             here = take_rows(rows, pa.array(which))
             case = rules.Case(
-                flat_rows(here, align_right=not has_spans),
+                flat_rows(here),
                 flat_turns(part),
                 sessions_of(here, part),
                 self.policy,
@@ -408,111 +394,3 @@ def _turns_of(row: _Row, n: int) -> Longs:
     for _, start, stop, turn, *_ in row["spans"]:
         found[start:stop] = turn
     return found
-
-
-def verify_file(
-    rows: str | os.PathLike[str],
-    turns: sources.Paths,
-    output: str | os.PathLike[str],
-    policy: str | Policy | None = None,
-    **options: Any,
-) -> dict[str, int]:
-    """Write the violations in files of rows, as `trajkit.verify` of the tables finds them.
-
-    Parameters
-    ----------
-    rows : path
-        A file or a directory of rows, of trajkit or another system. Without a session_id
-        they are compared with all turns, so these, and all turns, are read into memory.
-    turns : path
-        As for `trajkit.read_turns`.
-    output : path
-        The file of the violations, or a directory of parts, as for `trajkit.run`.
-        Violations of sessions as such (no turns, not contiguous) come first.
-    policy, **options
-        Of `trajkit.verify`; those of `trajkit.run` are about the turns. Rows of rejected
-        sessions are skipped.
-
-    Returns
-    -------
-    dict of str to int
-        ``turns``, ``violations``, and ``rejected`` if requested.
-
-    Raises
-    ------
-    FormatError, SchemaError, InvalidTurnsError, ArgumentError
-        As for `trajkit.verify` and `trajkit.run`. Without a policy there are no rows;
-        without a session_id they need a file as output, and no file of rejected sessions.
-    """
-    of_verify = {n: options.pop(n) for n in _Options.__annotations__ if n in options}
-    judge = Judge.of(policy, **of_verify)
-    path, inputs = Path(rows), [sources.Input(Path(rows))]
-    index = file_tables.index_sessions(paths_in(path), None, None)
-    if not index.turns and judge.policy is None:
-        raise InvalidTurnsError(
-            f"{path}: no rows, nothing to do. With a policy, its rows are missing there"
-        )
-    if None in index.turns:
-        if len(index.turns) > 1:
-            raise SchemaError(
-                "session_id is null or no text in some rows: expected all or none"
-            )
-        if sources.is_parts(output) or options.get("rejected") is not None:
-            raise ArgumentError(
-                f"the rows of {path} have no session_id, so they are verified together: "
-                "pass a file as output, and no file for rejected sessions"
-            )
-        given = [*sources.turns_inputs(sources.paths_of(turns) or []), *inputs]
-        sources.check_outputs({"violations": (output, "violations")}, given)
-        names = {"format", "nonfinite_logprobs", "session_prefix"} & {*options}
-        table = file_tables.read_turns(turns, **{name: options[name] for name in names})
-        own = file_tables.read_any_rows(path)
-        try:
-            own = any_rows(own)
-        except SchemaError as error:
-            raise SchemaError(f"{path}: {error}") from None
-        found = judge.violations(own, table)
-        file_tables.write_table(found, output)
-        return {"turns": table.num_rows, "violations": found.num_rows}
-    watch = options.get("watch") or file_run.Watch()
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        n, plan = index.batch_rows, file_tables.rows_plan
-        tables = file_tables.iter_tables(path, batch_rows=n, plan=plan)
-        return numbered(batch for table in tables for batch in table.to_batches())
-
-    with ExitStack() as stack:
-        folder = file_run.folder_of(output)
-        store = file_tables.SessionStore(batches(), str, folder, stack)
-        empty = file_tables.full(store.empty if index.turns else ROWS.empty_table())
-        faults: Iterator[pa.RecordBatch] = iter([])
-
-        def begins(turns: file_tables.SessionIndex, done: int) -> None:
-            nonlocal faults
-            watch.begins(turns, done)
-            alone = index.scattered or store.starts.keys() - turns.turns.keys()
-            if alone and not done:  # a run that continues has written these
-                faults = _violations(session_faults(batches(), turns.turns))
-
-        def stage(turns: pa.Table) -> Mapping[str, file_run.Made]:
-            names = pc.unique(turns.column("session_id")).to_pylist()
-            sessions = ([*store.tables(name)] for name in names)
-            own = (file_tables.full(stages.concat(one)) for one in sessions if one)
-            found = judge.violations(stages.concat([empty, *own]), turns)
-            return {"turns": turns, "violations": chain(faults, file_run.whole(found))}
-
-        job = {
-            "stage": "verify",
-            "rows": file_run.fingerprint([path], paths_in(path)),
-            "policy": None if judge.policy is None else asdict(judge.policy),
-            "reward": file_run.facts_digest(judge.facts),
-            "max_row_tokens": judge.cap,
-            "weigh_by": judge.weigh_by,
-        }
-        options |= {"watch": file_run.Watch(begins, watch.advances), "inputs": inputs}
-        return file_run.run(turns, stage, {"violations": output}, resume=job, **options)
-
-
-def _violations(found: Iterator[Violation]) -> Iterator[pa.RecordBatch]:
-    while some := [*islice(found, limits.VIOLATIONS)]:
-        yield from rules.violations_table(some).to_batches()

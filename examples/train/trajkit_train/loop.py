@@ -161,10 +161,8 @@ def _gateway(
     app = create_app(
         engine,
         ChatRenderer(make_tokenizer()),
-        TurnLog(log, attributed=False),
-        Options(
-            max_new_tokens=_MAX_NEW_TOKENS, prompts=settings.prompts, attributed=False
-        ),
+        TurnLog(log),
+        Options(max_new_tokens=_MAX_NEW_TOKENS, prompts=settings.prompts),
     )
     # httpx closes idle connections above a limit, even one that a thread is about to use
     limits = httpx.Limits(max_connections=None)

@@ -16,15 +16,14 @@ import base64
 import io
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby, pairwise
 from pathlib import Path
-from threading import Lock
+from threading import get_ident
 from typing import Any, NoReturn, TypeAlias
-from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -51,17 +50,11 @@ Readers: TypeAlias = Mapping[str, Callable[[Fields], Any]]
 """How parts are read, by their types."""
 
 
+MAX_PIXELS = 1 << 26
+"""Of one image, decoded. What a request brings together is bounded by its body's limit."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageLimits:
-    """What a client may send."""
-
-    max_bytes: int = 8 << 20  # of one image
-    max_pixels: int = 1 << 26  # of one image, decoded
-    max_images: int = 100  # of one prompt
-    max_request_bytes: int = 64 << 20  # of all images that one request brings
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class Image:
     """An image."""
 
@@ -70,6 +63,10 @@ class Image:
     width: int
     height: int
     data: bytes
+
+
+Images: TypeAlias = Mapping[str, Image]
+"""Images by their names."""
 
 
 # In messages
@@ -97,8 +94,7 @@ def read_image(part: Fields, url: str, name: str = "type", kind: object = None) 
 
     ``kind``: of the image (default: what the field has). Raises as `open_image`.
     """
-    limits = part.reading.image_limits
-    if limits is None:
+    if not part.reading.takes_images:
         refuse_content(part, name, part.peek(name) if kind is None else kind)
     found = _DATA_URL.match(url)
     if found is None:
@@ -109,8 +105,8 @@ def read_image(part: Fields, url: str, name: str = "type", kind: object = None) 
     # or not even ASCII
     except ValueError as error:
         part.refuse(name, f"could not process image: {error}", "invalid_image")
-    image = open_image(data, part.at(name), limits)
-    part.reading.images.append(image)
+    image = open_image(data, part.at(name))
+    part.reading.images[image.name] = image
     return {"type": "image", "sha256": image.name}
 
 
@@ -148,13 +144,10 @@ def hashes_of(messages: Iterable[Json]) -> list[str]:
 # In the log's folder
 
 
-def open_image(data: bytes, where: str, limits: ImageLimits) -> Image:
+def open_image(data: bytes, where: str) -> Image:
     """Return an image; raises `GatewayError` (400) if it is too large or not an image."""
     from PIL import Image as pillow
 
-    if len(data) > limits.max_bytes:
-        rule = f"image exceeds the limit of {limits.max_bytes} bytes: {len(data)}"
-        refuse(where, rule, code="image_too_large")
     try:
         # reads the header only
         with pillow.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -163,70 +156,38 @@ def open_image(data: bytes, where: str, limits: ImageLimits) -> Image:
     except Exception as error:
         rule = f"could not process image: not one of {', '.join(FORMATS)}: {error}"
         refuse(where, rule, code="invalid_image")
-    if width * height > limits.max_pixels:
-        rule = f"image dimensions exceed {limits.max_pixels} pixels: {width} x {height}"
+    if width * height > MAX_PIXELS:
+        rule = f"image dimensions exceed {MAX_PIXELS} pixels: {width} x {height}"
         refuse(where, rule, code="image_too_large")
     name, kind = sha256(data).hexdigest(), f"image/{kind.lower()}"
     return Image(name=name, media_type=kind, width=width, height=height, data=data)
 
 
-class ImageStore:
-    """The images of a run. Those of recorded turns are files of a folder.
+async def write_images(images: Images, directory: Path, *, fsync: bool = False) -> None:
+    """Write images that have no file in a directory, which is made with the first one.
 
-    ``directory`` is made with the first file. ``fsync``: also write each image to disk.
-    ``requested`` has the images that a request has.
+    ``fsync``: also to disk. Raises `GatewayError` (500).
     """
+    missing = [images[name] for name in images if not (directory / name).exists()]
+    if missing:
+        await asyncio.to_thread(_write, missing, directory, fsync)
 
-    def __init__(
-        self, directory: Path, limits: ImageLimits | None = None, *, fsync: bool = False
-    ) -> None:
-        self.directory, self.fsync = directory, fsync
-        self.limits = limits or ImageLimits()
-        self.requested: WeakValueDictionary[str, Image] = WeakValueDictionary()
-        self._writing = Lock()
 
-    def take(self, images: Sequence[Image]) -> list[Image]:
-        """Return the images of a request, the same object for the same image.
-
-        The store knows them as long as the caller keeps them. Raises `GatewayError`
-        (400): there are too many, or they are too large together.
-        """
-        most, most_bytes = self.limits.max_images, self.limits.max_request_bytes
-        if len(images) > most:
-            message = f"{len(images)} images; the limit is {most}"
-            raise GatewayError(message, code="too_many_images")
-        n_bytes = sum({image.name: len(image.data) for image in images}.values())
-        if n_bytes > most_bytes:
-            message = f"images of {n_bytes} bytes together; the limit is {most_bytes}"
-            raise GatewayError(message, code="image_too_large")
-        return [self.requested.setdefault(image.name, image) for image in images]
-
-    async def write(self, images: Collection[Image]) -> None:
-        """Write the images that have no file; raises `GatewayError` (500)."""
-        if self._missing(images):
-            await asyncio.to_thread(self._write, images)
-
-    def _missing(self, images: Collection[Image]) -> dict[Path, Image]:
-        """The images that have no file, by their paths."""
-        paths = {self.directory / image.name: image for image in images}
-        return {path: image for path, image in paths.items() if not path.exists()}
-
-    def _write(self, images: Collection[Image]) -> None:
-        # two requests may bring the same image, and two workers
-        with self._writing:
-            try:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                for path, image in self._missing(images).items():
-                    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-                    with temporary.open("wb") as file:
-                        file.write(image.data)
-                        if self.fsync:
-                            file.flush()
-                            os.fsync(file.fileno())
-                    temporary.replace(path)
-            except OSError as error:
-                message = f"the image could not be written: {error}"
-                raise GatewayError(message, 500, code="log_failed") from error
+def _write(images: Iterable[Image], directory: Path, fsync: bool) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for image in images:
+            # two requests may bring the same image, and two workers
+            own = f".{image.name}.{os.getpid()}.{get_ident()}"
+            with (directory / own).open("wb") as file:
+                file.write(image.data)
+                if fsync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            (directory / own).replace(directory / image.name)
+    except OSError as error:
+        message = f"the image could not be written: {error}"
+        raise GatewayError(message, 500, code="log_failed") from error
 
 
 # In prompts
@@ -234,28 +195,27 @@ class ImageStore:
 
 @dataclass(frozen=True, slots=True)
 class ImageModel:
-    """What a model does with images."""
+    """What a model does with images: how they are placed in token ids.
+
+    ``images``: those of a request.
+    """
 
     token_id: int  # of the token in the place of one
     count: Callable[[int, int], int]  # tokens of an image of a height and a width
 
-
-@dataclass(frozen=True, slots=True)
-class ImagePlaces:
-    """Places images in token ids, for one model."""
-
-    model: ImageModel
-    store: ImageStore
-
     def expand(
-        self, ids: Ids, offsets: Ids, messages: Sequence[Json]
-    ) -> tuple[Ids, Ids]:
+        self,
+        ids: Ids,
+        offsets: Ids | None,
+        messages: Sequence[Json],
+        images: Images,
+    ) -> tuple[Ids, Ids | None]:
         """Replace the token of each image by the image's content ids.
 
         ``ids`` have the text of ``messages``, and maybe of others without images.
         Raises `TemplateError` if the template has not written each image once.
         """
-        names, here = hashes_of(messages), ids == self.model.token_id
+        names, here = hashes_of(messages), ids == self.token_id
         if here.sum() != len(names):
             raise TemplateError(
                 f"the chat template has {here.sum()} places for {len(names)} images: it "
@@ -263,56 +223,51 @@ class ImagePlaces:
                 code="chat_template",
             )
         counts = np.ones(len(ids), np.int64)
-        counts[here] = sizes = [*map(self._n_tokens, names)]
+        counts[here] = sizes = [self._n_tokens(images[name]) for name in names]
         made = [content_ids(KIND, *each) for each in zip(names, sizes, strict=True)]
         expanded, inside = np.repeat(ids, counts), np.repeat(here, counts)
         expanded[inside] = np.concatenate([np.empty(0, np.int32), *made])
-        return expanded, np.repeat(offsets, counts, axis=0)
+        if offsets is not None:
+            offsets = np.repeat(offsets, counts, axis=0)
+        return expanded, offsets
 
-    def items(self, ids: Ids, messages: Sequence[Json]) -> list[dict[str, Any]]:
+    def place(
+        self, ids: Ids, messages: Sequence[Json], images: Images
+    ) -> tuple[list[Json], list[PromptImage]]:
         """Return where the images of messages are in a prompt's recorded ids.
 
-        Each is a `trajkit.schema.MM_ITEM`.
+        For the log (`trajkit.schema.MM_ITEM`), and for the engine.
         """
-        token_id, names = self.model.token_id, hashes_of(messages)
-        if names and (ids == token_id).any():
+        names = hashes_of(messages)
+        if names and (ids == self.token_id).any():
             raise GatewayError(
                 "an earlier reply contains the token of an image, so the engine cannot "
                 "place the images of this request",
                 code="image_token_sampled",
             )
         inside = np.flatnonzero(ids >= FIRST_CONTENT_ID)
-        stops = np.cumsum([0, *map(self._n_tokens, names)]).tolist()
+        sizes = [self._n_tokens(images[name]) for name in names]
+        stops = np.cumsum([0, *sizes]).tolist()
         assert stops[-1] == len(inside)
-        return [
-            {
-                "kind": KIND,
-                "hash": name,
-                "token_id": token_id,
-                "start": int(inside[begin]),
-                "stop": int(inside[end - 1]) + 1,
-            }
-            for name, (begin, end) in zip(names, pairwise(stops), strict=True)
-        ]
+        items, sent = list[Json](), list[PromptImage]()
+        for name, (begin, end) in zip(names, pairwise(stops), strict=True):
+            start, stop = int(inside[begin]), int(inside[end - 1]) + 1
+            item: Json = {"kind": KIND, "hash": name, "token_id": self.token_id}
+            items.append({**item, "start": start, "stop": stop})
+            image = images[name]
+            sent.append(PromptImage(start, stop, image.media_type, image.data))
+        return items, sent
 
     def engine_ids(self, ids: Ids) -> Ids:
         """Return the ids that the engine consumes for a prompt's recorded ids."""
-        return np.where(ids >= FIRST_CONTENT_ID, np.int32(self.model.token_id), ids)
+        return np.where(ids >= FIRST_CONTENT_ID, np.int32(self.token_id), ids)
 
-    def load(self, items: Iterable[dict[str, Any]]) -> list[PromptImage]:
-        """Return images with their bytes."""
-        found = [(item, self.store.requested[item["hash"]]) for item in items]
-        return [
-            PromptImage(item["start"], item["stop"], image.media_type, image.data)
-            for item, image in found
-        ]
-
-    def _n_tokens(self, name: str) -> int:
-        image = self.store.requested[name]
+    def _n_tokens(self, image: Image) -> int:
         try:
-            return int(self.model.count(image.height, image.width))
+            return int(self.count(image.height, image.width))
         except ValueError as error:
-            message = f"the model's processor refuses the image {name[:12]}: {error}"
+            name = image.name[:12]
+            message = f"the model's processor refuses the image {name}: {error}"
             raise GatewayError(message, code="invalid_image") from error
 
 

@@ -19,7 +19,7 @@ default.
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -27,7 +27,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from trajkit.turns.messages import message_record
-from trajkit_shim.chat.images import Image, Part, joined
+from trajkit_shim.chat.images import Images, Part, joined
 from trajkit_shim.engines.base import Sampling
 from trajkit_shim.json_input import (
     Elements,
@@ -220,7 +220,7 @@ class ChatRequest:
     # the client's (namespace, name) of each tool whose name for the model combines both
     # (OpenAI Responses)
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    images: Sequence[Image] = ()  # of the messages
+    images: Images = field(default_factory=dict)  # of the messages
     # fields and values that have no effect, and how often they were given
     ignored: Counter[str] = field(default_factory=Counter)
     # what its messages were read as, for later requests of its session

@@ -241,14 +241,11 @@ async def check_engine(engine: base.Engine) -> base.EngineInfo:
     Raises `ConnectionError` if its samples cannot be trained. Warns if it does not answer:
     a gateway that was killed in a pause leaves its servers paused.
     """
-
-    def warn() -> None:
-        resume = getattr(engine, "resume_command", "unknown")
-        sys.stderr.write(
-            f"trajkit: warning: the engine has not sampled a token for {_SLOW_SECONDS:g} "
-            f"s; it may be paused. To resume it: {resume}\n"
-        )
-
+    resume = " and ".join(getattr(engine, "resume_urls", ()))
+    warning = (
+        f"trajkit: warning: the engine has not sampled a token for {_SLOW_SECONDS:g} s; "
+        f"it may be paused. To resume it: POST {{}} to {resume or 'its server'}\n"
+    )
     # for a sampling mask a vLLM server asks for a limit
     top_k = 20 if getattr(engine, "sampling_masks", False) else None
     sampling = base.Sampling(max_new_tokens=2, temperature=1.0, top_k=top_k)
@@ -256,7 +253,8 @@ async def check_engine(engine: base.Engine) -> base.EngineInfo:
     request = base.EngineRequest(
         prompt_ids=prompt, sampling=sampling, request_id=request_id, session_id="probe"
     )
-    slow = asyncio.get_running_loop().call_later(_SLOW_SECONDS, warn)
+    loop = asyncio.get_running_loop()
+    slow = loop.call_later(_SLOW_SECONDS, sys.stderr.write, warning)
     try:
         info = await engine.info()
         sample = await engine.generate(request)

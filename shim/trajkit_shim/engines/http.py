@@ -11,11 +11,11 @@ import json
 import socket
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import aiohttp
 import numpy as np
@@ -36,8 +36,6 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 _IDLE_SECONDS = 3.0
 # statuses of a server that are the client's fault, or that pass; others are 502
 _SHOWN = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503}
-# of a call that the server may still be working on: a proxy gave it up
-_UNANSWERED = None, 502, 504
 # raised by what has missing, mistyped or too large fields
 UNREADABLE: tuple[type[Exception], ...] = ArithmeticError, AttributeError, LookupError
 UNREADABLE += MemoryError, RecursionError, SyntaxError, TypeError, ValueError
@@ -50,14 +48,6 @@ def _open_socket(address: tuple[Any, ...]) -> socket.socket:
     return opened
 
 
-def _decoded(text: bytes) -> Any:
-    try:
-        return orjson.loads(text)
-    except ValueError:
-        # NaN, which is no JSON
-        return json.loads(text)
-
-
 @contextmanager
 def reading(server: str, what: str) -> Iterator[None]:
     """Turn what an invalid answer raises in this context into an `EngineError`."""
@@ -66,7 +56,7 @@ def reading(server: str, what: str) -> Iterator[None]:
     except UNREADABLE as error:
         reason = f"{type(error).__name__}: {error}"
         message = f"the {server} server's {what} cannot be read: {reason}"
-        raise EngineError(message, answered=200) from error
+        raise EngineError(message) from error
 
 
 class EngineClient:
@@ -119,7 +109,7 @@ class EngineClient:
                     )
                 text = events[0]
             # some paths have no body
-            value = _decoded(text or b"{}")
+            value = orjson.loads(text or b"{}")
             if not isinstance(value, dict):
                 raise ValueError(f"{value!r} is no object")
         if value.get("error"):
@@ -160,8 +150,11 @@ class EngineClient:
         if status == 404 and path in self._hints:
             message += f" for {path}: {self._hints[path]}"
         reason = f"the {self.name} server answered {status}: {message}"
-        return EngineError(reason, _SHOWN.get(status, 502), answered=status)
+        return EngineError(reason, _SHOWN.get(status, 502))
 
+
+Orders: TypeAlias = Mapping[str, Sequence[tuple[str, Json]]]
+"""The requests of each order: paths and bodies."""
 
 _NO_TEXT_CUT = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
 
@@ -186,9 +179,6 @@ class HttpEngine(ABC):
     server_name: ClassVar[str]
     hints: ClassVar[Mapping[str, str]] = {}
     generate_path: ClassVar[str]
-    # path and body of the requests that stop and continue sampling
-    pause_order: ClassVar[tuple[str, Json]]
-    resume_order: ClassVar[tuple[str, Json]]
     # names of sampling parameters in the server's API, where they differ
     renamed: ClassVar[Mapping[str, str]]
     # have it return exactly what was sampled: no text is trimmed, joined or removed
@@ -212,11 +202,10 @@ class HttpEngine(ABC):
         self._aborts = set[asyncio.Task[None]]()
 
     @property
-    def resume_command(self) -> str:
-        """What ends a pause of the servers."""
-        path, asked = self.resume_order[0], "curl -H 'Content-Type: application/json'"
-        urls = (f"{server.base_url}{path}" for server in self._servers)
-        return f"{asked} -d '{{}}' {' '.join(urls)}"
+    def resume_urls(self) -> list[str]:
+        """Where a pause of each server ends."""
+        ((path, _),) = self.orders()["resume"]
+        return [server.base_url + path for server in self._servers]
 
     async def info(self) -> EngineInfo:
         """Model name, vocabulary size and context length; requested once."""
@@ -245,10 +234,9 @@ class HttpEngine(ABC):
         body = await done(request.images, lambda: self._body(request))
         try:
             reply = await server.post(self.generate_path, body)
-        except (asyncio.CancelledError, EngineError) as error:
-            # a server behind a proxy would continue to sample
-            if getattr(error, "answered", None) in _UNANSWERED:
-                await self._abort(server, request.request_id)
+        except (asyncio.CancelledError, EngineError):
+            # a server behind a proxy, which may have given the call up, would continue
+            await self._abort(server, request.request_id)
             raise
         # they are about ten million numbers for a long call
         large = self._experts_per_token or self.sampling_masks
@@ -269,10 +257,13 @@ class HttpEngine(ABC):
             return accept(request, self.server_name, experts=experts, **fields)
 
     async def pause(self) -> None:
-        await self._tell_all(*self.pause_order)
+        await self._order_all("pause")
+
+    async def update_weights(self, path: str, version: str) -> None:
+        await self._order_all("update", path=path, version=version)
 
     async def resume(self) -> None:
-        await self._tell_all(*self.resume_order)
+        await self._order_all("resume")
 
     async def close(self) -> None:
         if self._asked is not None:
@@ -293,9 +284,10 @@ class HttpEngine(ABC):
     ) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """The part of a reply about the sample, and what `accept` takes from it."""
 
+    @staticmethod
     @abstractmethod
-    def _abort_order(self, request_id: str) -> tuple[str, Json]:
-        """The path and the body that abort a call."""
+    def orders(*, path: str = "", version: str = "", request_id: str = "") -> Orders:
+        """What ``pause``, ``update``, ``resume`` and ``abort`` send to a server."""
 
     async def _abort(self, server: EngineClient, request_id: str) -> None:
         """Abort a call, also if the caller is cancelled again."""
@@ -303,26 +295,27 @@ class HttpEngine(ABC):
         async def abort() -> None:
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(5.0):
-                    await server.post(*self._abort_order(request_id))
+                    await self._order(server, "abort", request_id=request_id)
 
         task = asyncio.create_task(abort())
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
         await asyncio.shield(task)
 
-    async def _tell_all(self, path: str, body: Json) -> None:
-        """Have all servers do something; return once each has answered or failed."""
-
-        async def tell(server: EngineClient) -> None:
+    async def _order(self, server: EngineClient, name: str, **values: str) -> None:
+        """Send an order's requests to a server, one after the other."""
+        for path, body in self.orders(**values)[name]:
             answer = await server.post(path, body)
             # SGLang's word for it; vLLM has the status
             if answer.get("success", True) is not True:
                 where = f"server at {server.base_url} failed at {path[1:]}"
-                what = f"{body.get('model_path', '')}: {answer.get('message')}"
+                what = f"{values.get('path', '')}: {answer.get('message')}"
                 raise EngineError(f"the {self.server_name} {where} {what}")
 
-        answers = map(tell, self._servers)
-        for failed in await asyncio.gather(*answers, return_exceptions=True):
+    async def _order_all(self, name: str, **values: str) -> None:
+        """Send an order to all servers; return once each has obeyed or failed."""
+        obeyed = (self._order(server, name, **values) for server in self._servers)
+        for failed in await asyncio.gather(*obeyed, return_exceptions=True):
             if failed is not None:
                 raise failed
 
@@ -385,16 +378,20 @@ class SGLangEngine(HttpEngine):
     server_name = "SGLang"
     generate_path = "/generate"
     takes_images = True
-    pause_order = "/pause_generation", {"mode": "retract"}
-    resume_order: ClassVar[tuple[str, Json]] = ("/continue_generation", {})
     renamed: ClassVar[Mapping[str, str]] = {"seed": "sampling_seed"}
     as_sampled: ClassVar[Json] = {**_NO_TEXT_CUT, "no_stop_trim": True}
     # the server's own sampling parameters, where a call has none
     _preferred: Mapping[str, object] = MappingProxyType({})
 
-    async def update_weights(self, path: str, version: str) -> None:
-        body: Json = {"model_path": path, "weight_version": version}
-        await self._tell_all("/update_weights_from_disk", {**body, "flush_cache": True})
+    @staticmethod
+    def orders(*, path: str = "", version: str = "", request_id: str = "") -> Orders:
+        load: Json = {"model_path": path, "weight_version": version}
+        return {
+            "pause": [("/pause_generation", {"mode": "retract"})],
+            "update": [("/update_weights_from_disk", {**load, "flush_cache": True})],
+            "resume": [("/continue_generation", {})],
+            "abort": [("/abort_request", {"rid": request_id})],
+        }
 
     async def _describe(self, server: EngineClient) -> EngineInfo:
         model = await server.get("/model_info")
@@ -453,9 +450,6 @@ class SGLangEngine(HttpEngine):
             "mask": mask,
         }
 
-    def _abort_order(self, request_id: str) -> tuple[str, Json]:
-        return "/abort_request", {"rid": request_id}
-
     def _cuts(self, params: Json) -> bool:
         """Whether some ids cannot be sampled that the plain logprobs include."""
         unused = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": -1}
@@ -486,12 +480,9 @@ class VLLMEngine(HttpEngine):
 
     server_name = "vLLM"
     generate_path = "/inference/v1/generate"
-    pause_order: ClassVar[tuple[str, Json]] = ("/pause?mode=keep", {})
-    resume_order: ClassVar[tuple[str, Json]] = ("/resume", {})
-    _updates = "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"
     hints: ClassVar[Mapping[str, str]] = {
         generate_path: "start it with --enable-scale-out",
-        **dict.fromkeys((pause_order[0], resume_order[0], *_updates), _DEVELOPING),
+        **dict.fromkeys(("/pause?mode=keep", "/collective_rpc"), _DEVELOPING),
     }
     renamed: ClassVar[Mapping[str, str]] = {"max_new_tokens": "max_tokens"}
     as_sampled: ClassVar[Json] = {"n": 1, "logprobs": 0, **_NO_TEXT_CUT}
@@ -508,11 +499,20 @@ class VLLMEngine(HttpEngine):
                 "so on: start it with --logprobs-mode processed_logprobs"
             )
 
-    async def update_weights(self, path: str, version: str) -> None:
+    @staticmethod
+    def orders(*, path: str = "", version: str = "", request_id: str = "") -> Orders:
         load: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        bodies: tuple[Json, ...] = (load, {}, {"new_version": version})
-        for order in zip(self._updates, bodies, strict=True):
-            await self._tell_all(*order)
+        abort: Json = {"request_ids": [_PREFIX + request_id]}
+        return {
+            "pause": [("/pause?mode=keep", {})],
+            "update": [
+                ("/collective_rpc", load),
+                ("/reset_prefix_cache", {}),
+                ("/update_weight_version", {"new_version": version}),
+            ],
+            "resume": [("/resume", {})],
+            "abort": [("/inference/v1/abort_requests", abort)],
+        }
 
     def _body(self, request: EngineRequest) -> Json:
         # explicit, so that none of these comes from the model's generation config
@@ -559,10 +559,6 @@ class VLLMEngine(HttpEngine):
             "counts": {**usage, "cached_tokens": details.get("cached_tokens")},
             "mask": mask,
         }
-
-    def _abort_order(self, request_id: str) -> tuple[str, Json]:
-        path = "/inference/v1/abort_requests"
-        return path, {"request_ids": [_PREFIX + request_id]}
 
 
 def _token_of(entry: Mapping[str, Any]) -> object:

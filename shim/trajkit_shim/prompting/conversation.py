@@ -4,7 +4,7 @@ A position is a digest of all messages before it. There a client's assistant mes
 found again, which may differ from what was sampled: numbers in tool arguments respelled,
 reasoning removed, white space trimmed, one reply split into two messages, text after a call
 moved before it. What was sampled is restored. A message that is not recognized stays as the
-client sent it, and is counted. From the map follow also the turn whose ids a prompt extends
+client sent it. From the map follow also the turn whose ids a prompt extends
 (`prompting.prompts`), and what a turn in delta form shares with an earlier one.
 
 The latest requests of a few conversations are kept, because a request mostly begins with
@@ -14,14 +14,14 @@ calls, as a template that shows no ids presents them. Others are refused.
 
 import json
 import operator
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice, takewhile, zip_longest
 from sys import getsizeof
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import numpy as np
@@ -29,12 +29,8 @@ import numpy as np
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import texts_of
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Elements, Json, without_halves
+from trajkit_shim.json_input import HALF, Elements, Json
 from trajkit_shim.prompting.render import Ids
-
-Known: TypeAlias = Literal["as_sent", "restored", "new"]
-"""What an assistant message of a request is: an exact reply (``as_sent``), a reply in
-another form (``restored``), or not a reply of this session (``new``)."""
 
 START = b""
 """The position of the first message."""
@@ -81,7 +77,6 @@ class Node:
     between: bytes | None
     offered: bytes  # digest of the offered tools and the template's variables
     closed: bool  # the output ends with an end-of-message token
-    hasher: Any = None  # of its ids: `prompting.prompts.Prompt.hasher`
 
     @property
     def own_ids(self) -> Ids | None:
@@ -99,12 +94,16 @@ class Place:
     before: bytes
     position: bytes  # after it
     index: int  # of the first message that was sent for it
-    known: Known | None = None  # None: not an assistant's
-    node: Node | None = None  # the reply that it is
+    node: Node | None = None  # the reply of this session that it is
     # the tool whose output it is; None: not a tool's, or unknown
     tool: str | None = None
     # what `prompting.prompts` makes of it
     forms: dict[bool, Json] = field(default_factory=dict)
+
+    @property
+    def is_reply(self) -> bool:
+        """Whether it is an assistant's message, maybe not one of this session."""
+        return self.logged.role == "assistant"
 
 
 @dataclass(slots=True, eq=False)
@@ -146,19 +145,15 @@ class RestoredRequest:
     def add(self, message: Json, index: int) -> Place:
         """Add a message that is no reply of the session."""
         record = chat.logged_message(message)
-        if "\\ud" in record.body:
-            # only a reply may have half a character
-            message = without_halves(message)
-            record = chat.logged_message(message)
         after = next_position(self.position, record.key)
         place = Place(message, record, self.position, after, index)
         self.places.append(place)
         return place
 
-    def add_reply(self, node: Node, index: int, known: Known) -> Place:
+    def add_reply(self, node: Node, index: int) -> Place:
         """Add a reply of the session at its position."""
         where = node.logged, node.position, node.after, index
-        place = Place(node.message, *where, known, node)
+        place = Place(node.message, *where, node)
         self.places.append(place)
         return place
 
@@ -170,7 +165,6 @@ class Conversation:
     `restore` may run on several threads, during calls of the others.
     """
 
-    counts: Counter[Known] = field(default_factory=Counter)
     # by their ids
     replies: dict[str, chat.Reply] = field(default_factory=dict)
     # keys of the messages whose body is in the log
@@ -178,7 +172,6 @@ class Conversation:
     # by the position before and after; of one position, in the order of turns
     _nodes: dict[bytes, dict[bytes, Node]] = field(default_factory=dict)
     _ids: WeakSet[KeptIds] = field(default_factory=WeakSet)
-    _counted: set[bytes] = field(default_factory=set)
     # calls that may start an agent: their prompt, the agent that called, and the columns
     _starts: deque[tuple[str, str | None, Json]] = field(
         default_factory=lambda: deque(maxlen=_STARTS)
@@ -234,14 +227,13 @@ class Conversation:
             node, sent = self._recognized(messages, index, restored.position)
             if node is None:
                 place = restored.add(message, index)
-                place.known = "new"
             else:
-                known: Known = "as_sent" if sent == [node.message] else "restored"
-                place = restored.add_reply(node, index, known)
+                place = restored.add_reply(node, index)
             index += len(sent)
             results = [*takewhile(_is_result, islice(messages, index, None))]
             for result, tool in _in_order(results, sent, place.message, index):
-                restored.add(result, index).tool = str(result.get("name") or tool)
+                name = HALF.sub("\ufffd", str(result.get("name") or tool))
+                restored.add(result, index).tool = name
             index += len(results)
         texts = sum(getsizeof(place.logged.body) for place in restored.places)
         restored.n_bytes = _COPIES * texts + _OVERHEAD * len(restored.places)
@@ -283,7 +275,7 @@ class Conversation:
         self._requests = [
             request
             for request in self._requests
-            if not any(p.known and p.before == node.position for p in request.places)
+            if not any(p.is_reply and p.before == node.position for p in request.places)
         ]
         for call in chat.calls_of(node.message):
             prompt = _prompt(call.arguments)
@@ -305,16 +297,6 @@ class Conversation:
         if not self._closed:
             self._budget = budget
             budget.count(self)
-
-    def count(self, restored: RestoredRequest) -> None:
-        """Count the assistant messages of a recorded request, each position once."""
-        for place in reversed(restored.places):
-            if place.known is not None:
-                if place.position in self._counted:
-                    # earlier messages were counted with an earlier request
-                    break
-                self._counted.add(place.position)
-                self.counts[place.known] += 1
 
     def delta(
         self, restored: RestoredRequest, prompt_ids: Ids
@@ -429,7 +411,8 @@ def _n_known(places: list[Place], n_same: int) -> int:
     They end before a reply, because what that is depends on the messages that follow.
     """
     for n in range(len(places) - 1, 0, -1):
-        if places[n].known and not places[n - 1].known and places[n].index < n_same:
+        first_reply = places[n].is_reply and not places[n - 1].is_reply
+        if first_reply and places[n].index < n_same:
             return n
     return 0
 

@@ -23,7 +23,7 @@ variables (`Skeleton`). How a prompt is built:
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -35,7 +35,7 @@ import numpy as np
 
 from trajkit.turns import tools_key
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.images import ImagePlaces
+from trajkit_shim.chat.images import ImageModel, Images
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json, as_json
 from trajkit_shim.prompting.conversation import START, Node, Place, RestoredRequest
@@ -106,20 +106,6 @@ class Prompt:
     # the template's text between the replies; None: no later prompt may extend this one
     between: bytes | None
     offered: bytes  # digest of tools and variables
-
-    @property
-    def built(self) -> Mode:
-        """How."""
-        return "append" if self.reason in (None, "end_token") else "render"
-
-    @property
-    def hasher(self) -> Any:
-        """BLAKE2b (16 bytes) of the ids as little-endian int32."""
-        if self.base is None:
-            return _digest(self.ids.astype("<i4").data)
-        hasher = self.base.hasher.copy()
-        hasher.update(self.ids[self.n_base :].astype("<i4").data)
-        return hasher
 
 
 class Between(NamedTuple):
@@ -232,20 +218,21 @@ class Skeleton:
 class Prompts:
     """Builds prompts with one renderer. Safe to use from several threads at once.
 
-    ``places``: None if no message has an image.
+    ``images``: None if no message has an image.
     """
 
     def __init__(
         self,
         renderer: ChatRenderer,
         mode: Mode = "append",
-        places: ImagePlaces | None = None,
+        images: ImageModel | None = None,
         *,
         past: Past = "auto",
     ) -> None:
-        self.renderer, self.mode, self.places, self.past = renderer, mode, places, past
+        self.renderer, self.mode, self.images, self.past = renderer, mode, images, past
         # begin a stand-in, and are around a message's content; unpredictable for clients
         self.word, self.mark = (f"{c}{secrets.token_hex(12)}" for c in ("reply", "x"))
+        self.marked = re.compile(rf"{self.mark}(\d+);(.*?){self.mark}\1;", re.DOTALL)
         self._probed = lru_cache(_KEPT)(self._probe)
 
     def skeleton(
@@ -277,28 +264,14 @@ class Prompts:
             },
         }
 
-    def summary(self) -> str:
-        """Return the same in one line."""
-        if self.mode == "render":
-            return "render"
-        found: dict[str, Any] = self.describe()
-        parts = [
-            f"rendered at {when}: {why}" for when, why in found["rendered"].items()
-        ]
-        late = {"user": "shown as reminders by the user", "refuse": "refused"}
-        if how := late.get(found["late_system"]):
-            parts.append(f"late system messages are {how} (--late-system)")
-        if not found["shows_tools"]:
-            parts.append("the template shows no tools")
-        return "; ".join(["append", *parts])
-
     def build(
         self,
         restored: RestoredRequest,
         tools: list[Json] | None,
         variables: Mapping[str, object] | None = None,
+        images: Images | None = None,
         *,
-        attributed: bool,
+        attributed: bool = False,
         max_tokens: int = NO_LIMIT,
     ) -> Prompt:
         """Return the prompt for a request.
@@ -315,7 +288,7 @@ class Prompts:
             restored.offered = Offered(digest, as_text(tools), as_text(given), key)
             restored.rendered = restored.text = None
         call = _Call(self, restored, self.skeleton(given, tools=tools is not None))
-        return call.build(attributed, max_tokens)
+        return call.build(images or {}, attributed, max_tokens)
 
 
 class _Call:
@@ -331,14 +304,14 @@ class _Call:
         shown = {"tools": self.offered.tools, "variables": self.offered.variables}
         self._render: Callable[..., str] = partial(self.renderer.render, **shown)
 
-    def build(self, attributed: bool, max_tokens: int) -> Prompt:
-        appending, images = self.prompts.mode == "append", self.prompts.places
+    def build(self, images: Images, attributed: bool, max_tokens: int) -> Prompt:
+        appending, model = self.prompts.mode == "append", self.prompts.images
         base, reason = self._base() if appending else (None, "chosen")
-        n_known, hidden = 0 if base is None else self.sampled[-1] + 1, True
+        n_known = 0 if base is None else self.sampled[-1] + 1
         found = self._extension(base, n_known)
         if isinstance(found, str):
             reason, ids = reason or found, np.empty(0, np.int32)
-            base, last, text, n_known, hidden = None, None, self._text(), 0, False
+            base, last, text, n_known = None, None, self._text(), 0
         else:
             ids, whole, between = found
             start, last = len(between.head), between.digest
@@ -348,11 +321,12 @@ class _Call:
                 ids, start, base = ids[:-1], between.end_at, None
                 reason = reason or "end_token"
             text = whole[start:]
-        encoded = self.renderer.encode(text, max_tokens)
-        if images is not None:
+        encoded = self.renderer.encode(text, max_tokens, offsets=attributed)
+        if model is not None:
             shown = self.restored.messages[n_known:]
-            encoded = Encoded(*images.expand(encoded.ids, encoded.offsets, shown))
-        index = self._attribute(n_known, text, encoded, hidden) if attributed else None
+            placed = model.expand(encoded.ids, encoded.offsets, shown, images)
+            encoded = Encoded(*placed)
+        index = self._attribute(n_known, text, encoded) if attributed else None
         return Prompt(
             ids=np.concatenate([ids, encoded.ids]),
             reason=reason,
@@ -366,11 +340,11 @@ class _Call:
 
     def _base(self) -> tuple[Node | None, Reason | None]:
         """The turn that is extended, and why it is not the last reply's."""
-        replies = [place for place in self.places if place.known]
-        if not replies:
+        last = next((p for p in reversed(self.places) if p.is_reply), None)
+        if last is None:
             return None, "opening"
         # if messages before it changed, the last reply before the change is extended
-        reason: Reason | None = None if replies[-1].node else "unknown_reply"
+        reason: Reason | None = None if last.node else "unknown_reply"
         node = self.places[self.sampled[-1]].node if self.sampled else None
         if node is None:
             return None, reason
@@ -503,61 +477,52 @@ class _Call:
         shown = self.renderer.without_mark(after[len(before) :])
         return None if thought in chat.squeezed(shown) else "reasoning"
 
-    def _attribute(
-        self, first: int, text: str, encoded: Encoded, hidden: bool
-    ) -> Ids | None:
+    def _attribute(self, first: int, text: str, encoded: Encoded) -> Ids | None:
         """The message, from ``first`` on, that each token of a text shows.
 
-        The messages are rendered again with a mark before and after each content. If
-        removing the marks yields the same text, they give the position of each content,
-        and the tokenizer's offsets its tokens. -1: a token of no message. None: it cannot
-        be told.
+        The messages are rendered again, with a mark before the first and after the last
+        letter of each content. If removing the marks yields the same text, they give the
+        position of each content, and the tokenizer's offsets its tokens. -1: a token of no
+        message. None: it cannot be told.
         """
-        # mostly the same follows the first messages and the last reply alone
-        roles = [place.message["role"] for place in self.places[:first]]
-        n_first = roles.index("user") + 1 if "user" in roles else 0
-        head = sorted({*range(n_first), first - 1} - {-1})
+        # the same follows the opening and the last reply alone
+        known, new = self.places[:first], self.places[first:]
+        roles = [place.message["role"] for place in known]
+        n_opening = roles.index("user") + 1 if "user" in roles else 0
+        head = [*known[:n_opening], *known[-1:]]
+        forms = [self._form(place, hidden=True) for place in head]
+        for i, place in enumerate(new):
+            marked = _marked(place.message, f"{self.prompts.mark}{i};")
+            forms.append(self.renderer.shape(marked, sampled=place.node is not None))
+        try:
+            shown = self.renderer.without_mark(self._render(forms))
+        except TemplateError:
+            # of the marks
+            return None
+        clean, *parts = self.prompts.marked.split(shown)
+        spans: list[tuple[int, int, int]] = []
+        for number, core, after in zip(*(parts[i::3] for i in range(3)), strict=True):
+            begin, end = len(clean), len(clean) + len(core)
+            clean += core + after
+            # white space around it is the content's own, where the template leaves it
+            content = str(new[int(number)].message["content"])
+            at = begin - (len(content) - len(content.lstrip()))
+            if clean.startswith(content, at):
+                begin, end = at, at + len(content)
+            spans.append((int(number), begin, end))
         text = self.renderer.without_mark(text)
-        spans = self._spans(head, first, text, hidden=hidden)
-        if spans is None and first:
-            spans = self._spans(range(first), first, text, hidden=hidden)
-        if spans is None:
+        if not clean.endswith(text):
             return None
         index = np.full(len(encoded.ids), -1, np.int32)
-        owners, starts, stops = np.array(spans, np.int64).reshape(-1, 3).T
+        owners, begins, ends = np.array(spans, np.int64).reshape(-1, 3).T
+        assert encoded.offsets is not None
         # offsets ascend, but the tokens of one character have equal offsets
-        firsts = np.searchsorted(encoded.offsets[:, 0], starts)
-        lasts = np.searchsorted(encoded.offsets[:, 1], stops, side="right")
+        offsets = encoded.offsets + (len(clean) - len(text))
+        firsts = np.searchsorted(offsets[:, 0], begins)
+        lasts = np.searchsorted(offsets[:, 1], ends, side="right")
         for i, begin, end in zip(owners, firsts, lasts, strict=True):
             index[begin:end] = i
         return index
-
-    def _spans(
-        self, head: Sequence[int], first: int, text: str, *, hidden: bool
-    ) -> "Spans | None":
-        """The spans of the messages from ``first`` on in a text, found with marks.
-
-        What the messages of ``head`` and those have as text ends with it. None: it does
-        not.
-        """
-        name = self.prompts.mark
-        forms = [self._form(self.places[i], hidden) for i in head]
-        for inside_space in (False, True):
-            new = [
-                self.renderer.shape(
-                    _marked(place.message, f"{name}{i};", inside_space),
-                    sampled=place.node is not None,
-                )
-                for i, place in enumerate(self.places[first:])
-            ]
-            # the template may reject the marks
-            with suppress(TemplateError):
-                shown = self.renderer.without_mark(self._render([*forms, *new]))
-                clean, found = _without_marks(shown, name)
-                if found is not None and clean.endswith(text):
-                    n = len(clean) - len(text)
-                    return [(i, begin - n, end - n) for i, begin, end in found]
-        return None
 
 
 def _stand_in(message: Json, word: str, *, bare: bool) -> Json:
@@ -567,30 +532,10 @@ def _stand_in(message: Json, word: str, *, bare: bool) -> Json:
     return chat.assistant_message([*[word] * (not (bare and calls)), *calls])
 
 
-Spans: TypeAlias = list[tuple[int, int, int]]
-"""(message, start, stop) of each content in a text."""
-
-
-def _marked(message: Json, mark: str, inside_space: bool) -> Json:
-    """The message with a mark on both sides of its content, or within white space there."""
+def _marked(message: Json, mark: str) -> Json:
+    """The message with a mark on both sides of its content, within white space there."""
     content = message.get("content")
     if not isinstance(content, str) or not content.strip():
         return message
-    core = content.strip() if inside_space else content
-    before, _, after = content.partition(core)
+    before, core, after = content.partition(content.strip())
     return {**message, "content": f"{before}{mark}{core}{mark}{after}"}
-
-
-def _without_marks(text: str, name: str) -> tuple[str, Spans | None]:
-    """Return the text and the span of each content; None: broken marks."""
-    clean, *rest = re.split(name + r"(\d+);", text)
-    spans: Spans = []
-    if len(rest) % 4:
-        return text, None
-    fields = (rest[i::4] for i in range(4))
-    for opened, content, closed, after in zip(*fields, strict=True):
-        if opened != closed:
-            return text, None
-        spans.append((int(opened), len(clean), len(clean) + len(content)))
-        clean += content + after
-    return clean, None if name in clean else spans

@@ -40,7 +40,7 @@ from trajkit_shim.chat.request import (
 from trajkit_shim.engines.checks import too_long
 from trajkit_shim.engines.model_config import read_config
 from trajkit_shim.errors import GatewayError, TemplateError
-from trajkit_shim.json_input import Json
+from trajkit_shim.json_input import HALF, Json
 
 NO_LIMIT = 2**31 - 1
 """More tokens than any text has."""
@@ -53,7 +53,6 @@ show it as a reminder by the user, or reject the request with 400."""
 
 # possible starts of a piece: some tokenizers treat the start of a text differently
 _PROBE_PIECES = ("", " a\n", "a", "\n", "\u00e9 ", "  a", ".a")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 # what every template is given; a client cannot set it
 _GIVEN = frozenset("messages tools documents add_generation_prompt".split())
 _TYPED: Json = {"key": {"type": "integer", "description": "key"}}
@@ -85,11 +84,11 @@ class ModelTokenizer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """A text's ids, and the characters each of them covers."""
+    """A text's ids, and the characters each of them covers, if they were asked for."""
 
     ids: Ids
-    # int32, shape (n_ids, 2): characters offsets[i, 0]:offsets[i, 1]
-    offsets: npt.NDArray[np.int32]
+    # shape (n_ids, 2): characters offsets[i, 0]:offsets[i, 1]
+    offsets: Ids | None = None
 
 
 class ChatRenderer:
@@ -224,12 +223,12 @@ class ChatRenderer:
         ) as error:
             message = f"the chat template rejects the messages: {error}"
             raise TemplateError(message, code="chat_template") from error
-        # of arguments as a model can spell them; no tokenizer has half a character
+        # as a model or a client can spell it; no tokenizer has half a character
         with suppress(UnicodeEncodeError):
             if not text.isascii():
                 text.encode()
             return text
-        return _SURROGATE.sub("\ufffd", text)
+        return HALF.sub("\ufffd", text)
 
     def takes(self, name: str, value: object) -> bool:
         """Return whether the template has a variable, and does not refuse a value."""
@@ -280,23 +279,26 @@ class ChatRenderer:
         if n_tokens > max_tokens:
             raise too_long(n_tokens, max_tokens, "at least ")
 
-    def encode(self, text: str, max_tokens: int = NO_LIMIT) -> Encoded:
-        """Tokenize a `text`, with the characters of each id after `without_mark`."""
+    def encode(
+        self, text: str, max_tokens: int = NO_LIMIT, *, offsets: bool = False
+    ) -> Encoded:
+        """Tokenize a `text`; ``offsets`` are in what `without_mark` returns for it."""
         self.check_length(self.without_mark(text), max_tokens)
         if not self.keeps_apart:
-            return encode(self._backend, text, max_tokens)
-        ids, offsets, length = list[Ids](), list[Ids](), 0
+            return encode(self._backend, text, max_tokens, offsets=offsets)
+        ids, sides, length = list[Ids](), list[Ids](), 0
         for part in self._pieces.split(text):
             token, plain = self._added.get(part), self.without_mark(part)
             if token is None:
-                piece = encode(self._plain, plain, max_tokens)
+                piece = encode(self._plain, plain, max_tokens, offsets=offsets)
             else:
                 whole = np.array([[0, len(part)]], np.int32)
                 piece = Encoded(np.array([token], np.int32), whole)
             ids.append(piece.ids)
-            offsets.append(piece.offsets + length)
-            length += len(plain)
-        return Encoded(np.concatenate(ids), np.concatenate(offsets))
+            if offsets and piece.offsets is not None:
+                sides.append(piece.offsets + length)
+                length += len(plain)
+        return Encoded(np.concatenate(ids), np.concatenate(sides) if sides else None)
 
     def _split_agrees(self) -> bool:
         """Whether the pieces between control tokens have the ids of the complete text."""
@@ -482,7 +484,13 @@ def _as_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def encode(tokenizer: Tokenizer, text: str, max_tokens: int = NO_LIMIT) -> Encoded:
+def encode(
+    tokenizer: Tokenizer,
+    text: str,
+    max_tokens: int = NO_LIMIT,
+    *,
+    offsets: bool = False,
+) -> Encoded:
     """Tokenize a text without special tokens; other threads run meanwhile."""
     if len(text) <= _SHORT:
         # another thread would take longer to wake up than this takes
@@ -497,14 +505,11 @@ def encode(tokenizer: Tokenizer, text: str, max_tokens: int = NO_LIMIT) -> Encod
         # it would halt all threads
         del encoded
         raise too_long(n_tokens, max_tokens, "at least ")
-    sides = chain.from_iterable(
-        encoded.offsets
-        if len(text) <= _LONG
-        # lets other threads run, which the list of all offsets does not
-        else (encoded.token_to_chars(i) or () for i in range(n_tokens))
-    )
-    offsets = np.fromiter(sides, np.int32, 2 * n_tokens).reshape(-1, 2)
-    return Encoded(np.array(encoded.ids, np.int32), offsets)
+    ids = np.array(encoded.ids, np.int32)
+    if not offsets:
+        return Encoded(ids)
+    sides = chain.from_iterable(encoded.offsets)
+    return Encoded(ids, np.fromiter(sides, np.int32, 2 * n_tokens).reshape(-1, 2))
 
 
 def _longest_token(tokenizer: Tokenizer, parts: dict[str, Any]) -> int:

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeAlias
 import orjson
 
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.images import ImageLimits
 from trajkit_shim.chat.request import ChatRequest, Reply
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
@@ -66,16 +65,19 @@ class WireProtocol:
     def read(
         self,
         body: Json,
-        limits: ImageLimits | None = None,
         earlier: Sequence[Elements] = (),
         replies: Mapping[str, Reply] = MappingProxyType({}),
+        *,
+        takes_images: bool = False,
     ) -> ChatRequest:
         """Read the body of a request for a reply or a count; raises `GatewayError`.
 
-        ``limits``: of images; None: they are refused. ``earlier``: ``elements`` of other
-        requests. ``replies``: the session's, by their ids.
+        ``earlier``: ``elements`` of other requests. ``replies``: the session's, by their
+        ids.
         """
-        reading = Reading(limits, _SILENT, self.name, earlier=earlier, replies=replies)
+        reading = Reading(
+            takes_images, _SILENT, self.name, earlier=earlier, replies=replies
+        )
         fields = Fields(body, reading=reading)
         fields.get_text("model")
         request = self.parse(fields)

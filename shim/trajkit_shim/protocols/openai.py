@@ -462,7 +462,7 @@ def _filled(item: dict[str, Any], index: int) -> Iterator[tuple[str, Json]]:
 
 OPENAI_RESPONSES = WireProtocol(
     name="openai_responses",
-    paths={"/v1/responses": "reply", "/v1/responses/input_tokens": "count"},
+    paths={"/v1/responses": "reply"},
     parse=_parse_responses,
     write=lambda reply, request: _response(
         reply.reply_id, reply.created, **_outcome(reply, request)
@@ -471,6 +471,5 @@ OPENAI_RESPONSES = WireProtocol(
     ping=_ping,
     failed=_failed,
     error=error_body,
-    count=lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
     streamed_errors=frozenset({_TOO_LONG}),
 )

@@ -5,7 +5,6 @@ other calls. The sessions that ended last are remembered, without what their cal
 """
 
 import asyncio
-import json
 import re
 import secrets
 from collections import Counter, OrderedDict, deque
@@ -14,13 +13,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypedDict, get_args
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from trajkit_shim.chat.request import SamplingParams
 from trajkit_shim.delivery import KEPT, PendingReply
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import refuse
-from trajkit_shim.prompting.conversation import Conversation, Known
+from trajkit_shim.json_input import as_json, refuse
+from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.sessions.turn_log import TurnLog
 
 MAX_OUTCOME = 1 << 18
@@ -28,6 +27,9 @@ MAX_OUTCOME = 1 << 18
 
 MAX_REQUESTS, MAX_SAMPLED = 512, 32
 """Maximum number of requests of one session at once, and of its calls at the engine."""
+
+MAX_ENDED = 10_000
+"""Number of ended sessions, of several kB each, that are remembered."""
 
 LIMITS = ("max_turns", "max_prompt_tokens", "max_output_tokens", "max_context_tokens")
 """Limits of a session: answered calls, tokens of all its prompts and of all its outputs,
@@ -78,21 +80,11 @@ class Counts:
     unattributed: int = 0  # recorded turns without attribution
     # recorded turns by how their prompts were built: append, or why not
     prompts: Counter[str] = field(default_factory=Counter)
-    # assistant messages of requests, by what they are
-    echo: Counter[Known] = field(
-        default_factory=lambda: Counter(dict.fromkeys(get_args(Known), 0))
-    )
     token_counts: int = 0  # requests for the number of tokens of a prompt
     # over all recorded calls: fields and values of requests that have no effect, and
     # sampling parameters that were overruled
     ignored: Counter[str] = field(default_factory=Counter)
     sampling_overruled: Counter[str] = field(default_factory=Counter)
-
-
-def _as_json(value: object) -> str:
-    """Return JSON that UTF-8 can encode: half of a surrogate pair is escaped."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if text.isprintable() else json.dumps(value)
 
 
 class Session:
@@ -119,7 +111,7 @@ class Session:
         self.calls: dict[PendingReply, None] = {}
         # its latest recorded calls
         self.answers: deque[PendingReply] = deque(maxlen=KEPT)
-        self.conversation = Conversation(counts=self.counts.echo)
+        self.conversation = Conversation()
         # a future per open request, done when its response is sent; the task that serves it
         self.requests: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
         self.n_bytes = 0  # of their bodies
@@ -137,7 +129,7 @@ class Session:
         """Return the outcome with these fields and merged metadata, if not too long."""
         metadata = {**self.outcome["metadata"], **fields.get("metadata", {})}
         new: Outcome = {**self.outcome, **fields, "metadata": metadata}
-        length = len(new["error"] or "") + len(_as_json(metadata))
+        length = len(new["error"] or "") + len(as_json(metadata).decode())
         if length > MAX_OUTCOME:
             limit = f"the limit is {MAX_OUTCOME}"
             message = f"metadata and error are {length} characters; {limit}"
@@ -162,7 +154,7 @@ class Session:
     def write(self) -> None:
         """Write a line of `sessions.turn_log.SESSION_LINES`; raises `GatewayError`."""
         texts = {"metadata": self.outcome["metadata"], "ignored": self.counts.ignored}
-        written = {name: _as_json(value) for name, value in texts.items()}
+        written = {name: as_json(value).decode() for name, value in texts.items()}
         with writing("the session"):
             line = {**self.describe(), **written, "written_at": datetime.now(UTC)}
             self._log.write_session(line)
@@ -268,17 +260,12 @@ class SessionStore:
     """All sessions of one gateway, by id.
 
     The log gets a line whenever a session is opened, ends, or is updated after that.
-    ``max_ended`` sessions are remembered, so that their calls get a specific error.
     """
 
     def __init__(
-        self,
-        log: TurnLog,
-        *,
-        clock: asyncio.AbstractEventLoop | None = None,
-        max_ended: int = 10_000,
+        self, log: TurnLog, *, clock: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        self._log, self._clock, self._max_ended = log, clock, max_ended
+        self._log, self._clock = log, clock
         self._open: dict[str, Session] = {}
         self._ended: OrderedDict[str, Session] = OrderedDict()
         self._by_key: dict[str, Session] = {}  # open and ended ones
@@ -356,7 +343,7 @@ class SessionStore:
             self._past_turns += session.counts.turns
         elif how == "drop":
             session.ended_by = how
-        while len(self._ended) > self._max_ended:
+        while len(self._ended) > MAX_ENDED:
             name, oldest = self._ended.popitem(last=False)
             del self._by_key[oldest.api_key]
             self._forgotten.add(hash(name))

@@ -22,8 +22,6 @@ from trajkit_shim.chat.request import LoggedMessage
 LogForm: TypeAlias = Literal["full", "delta"]
 """Whether the log holds full prompts, or only what each adds to an earlier turn."""
 
-# Arrow IPC streaming format: the marker of a message, with length 0
-END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 USED = "a gateway has logged to this folder, and continues no log: choose another one"
 
 EXPERTS = pa.field("routed_experts", pa.large_list(pa.list_(pa.list_(pa.int16()))))
@@ -54,10 +52,8 @@ PROVENANCE: dict[str, pa.DataType] = {
     "started_by_turn": pa.int32(),
     "started_by_call": _TEXT,
     "sampling": _TEXT,  # parameters of the engine call, as JSON
-    # append or render; and why it was rendered (prompting.prompts.Reason)
-    "prompt_built": _TEXT,
+    # why the prompt was rendered (prompting.prompts.Reason); null: it was extended
     "render_reason": _TEXT,
-    "prompt_digest": pa.binary(16),  # BLAKE2b of prompt_ids as little-endian int32
     "cached_tokens": pa.int32(),  # prompt tokens taken from the engine's prefix cache
     # when the request was read, and when the sample was complete
     "started_at": _TIME,
@@ -103,7 +99,7 @@ one for each end or later update; the last line counts."""
 
 
 class AppendLog:
-    """An Arrow IPC stream in a file that grows by a batch at a time.
+    """An Arrow IPC stream in a file that grows by a batch at a time, without an end marker.
 
     ``fsync``: also write each batch to disk. Raises `FileExistsError`.
     """
@@ -153,12 +149,8 @@ class AppendLog:
     def close(self) -> None:
         self._closed = True
         if self._file is not None:
-            # A stream without an end marker is complete, too. Its batches were written
-            # before; some file systems fail here.
-            with suppress(OSError):
-                self._check_file()
-                self._write(END_OF_STREAM)
             file, self._file = self._file, None
+            # its batches were written before; some file systems fail here
             with suppress(OSError):
                 os.close(file)
 
@@ -176,7 +168,7 @@ class AppendLog:
             message = f"another program changed the log: {reason}"
             raise OSError(errno.EIO, message, str(self.path))
 
-    def _write(self, data: pa.Buffer | bytes) -> None:
+    def _write(self, data: pa.Buffer) -> None:
         """Write at the end of the file, or leave it as it was."""
         assert self._file is not None
         rest = memoryview(data)
@@ -190,7 +182,7 @@ class AppendLog:
             os.ftruncate(self._file, self._size)
             os.lseek(self._file, self._size, os.SEEK_SET)
             raise
-        self._size += len(data) if isinstance(data, bytes) else data.size
+        self._size += data.size
 
 
 class TurnLog:
@@ -218,7 +210,7 @@ class TurnLog:
         fsync: bool = False,
         routed_experts: bool = False,
         sampling_masks: bool = False,
-        attributed: bool = True,
+        attributed: bool = False,
         images: bool = False,
         worker: int | None = None,
     ) -> None:
@@ -227,6 +219,7 @@ class TurnLog:
         # columns that the log does not have, and the option that left them out
         self._left_out = {k: by for k, by in _OPTIONAL.items() if not given[by]}
         self.directory, self.fsync, self.images = Path(directory), fsync, images
+        self.attributed = attributed
         self._form = form
         columns = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
         kept = [each for each in (*columns, MASK) if each.name not in self._left_out]

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import io
 import json
-import re
 import socket
 
 import numpy as np
@@ -39,7 +38,6 @@ pytestmark = pytest.mark.anyio
 
 EACH = pytest.mark.parametrize("kind", ENGINES)
 MISSING = object()
-NAN, INFINITY = float("nan"), float("inf")
 DETAILS = "usage.prompt_tokens_details."
 # where SGLang and vLLM have a field
 PLACES = {
@@ -165,7 +163,7 @@ REFUSED = [
     ("request_id", PREFIX + "r1", "request id", {"only": "sglang"}),
     ("request_id", None, "request id is None"),
     ("request_id", MISSING, "request id|request_id"),
-    *map(first_id, (1.0, "1", True, None, 2**31, 2**70, NAN)),
+    *map(first_id, (1.0, "1", True, None, 2**31, 2**70)),
     ("output_ids", "abcdef", "expected a list of integers"),
     ("output_ids", None, "expected a list of integers|cannot be read"),
     ("output_ids", MISSING, "cannot be read"),
@@ -175,7 +173,7 @@ REFUSED = [
     ("logprobs", lambda scored: scored[:-1], "5 logprobs for 6 output ids"),
     ("logprobs", [], "0 logprobs for 6 output ids"),
     ("logprobs", None, "cannot be read"),
-    *(score(bad, "logits were not finite") for bad in (None, NAN, -INFINITY)),
+    score(None, "logits were not finite"),
     score("-1.5", "'-1.5': expected a number"),
     score(True, "True: expected a number"),
     score(10**400, "cannot be read"),
@@ -192,7 +190,7 @@ REFUSED = [
         for bad in (None, 9, "10", 10.0)
     ),
     ("completion_tokens", MISSING, "completion_tokens is None: 6 were counted"),
-    *(("completion_tokens", bad, f"completion_tokens is {bad!r}") for bad in (-6, NAN)),
+    ("completion_tokens", -6, "completion_tokens is -6"),
     ("usage.total_tokens", 15, "is 15: 16 were counted", {"only": "vllm"}),
     ("weight_versions", [{}], "cannot be read"),
     ("weight_versions", ["v"], "cannot be read"),
@@ -344,11 +342,12 @@ async def test_no_id_follows_one_that_ends_the_reply(kind):
         ("sglang", {"status": 504}, 502, "504"),
         ("sglang", {"status": 307, "headers": {"location": "/v1/models"}}, 502, "307"),
         ("sglang", {"text": '{"error": "x"}', "status": 500}, 502, "500: "),
-        ("sglang", {"text": "hello"}, 502, "answer .*generate cannot be read: .*Exp"),
+        ("sglang", {"text": "hello"}, 502, "answer .*generate cannot be read: .*exp"),
         ("sglang", {"body": b"\xff\xfe"}, 502, "answer to .*generate cannot be read"),
         ("sglang", {"text": "[]"}, 502, "is no object"),
         ("sglang", {"text": "{}"}, 502, "cannot be read"),
-        ("sglang", {"text": "[" * 10**5}, 502, "cannot be read: Recursion"),
+        ("sglang", {"text": "[" * 10**5}, 502, "JSONDecodeError"),
+        ("sglang", {"text": '{"logprob": NaN}'}, 502, "cannot be read: JSONDecodeErr"),
         ("vllm", {"text": '{"error": {"message": "no"}}'}, 502, "answered 200: no"),
     ],
 )
@@ -357,8 +356,9 @@ async def test_what_the_server_refuses_or_fails(kind, answer, status, match):
     async with double.engine() as engine:
         with raises(EngineError, match, status=status):
             await sample(engine)
-    # a refused call needs no abort, but one that a proxy gave up
-    assert any("abort" in path for path, _ in double.asked) == (match == "504")
+    # the server may still be working on a call that a proxy gave up
+    aborted = any("abort" in path for path, _ in double.asked)
+    assert aborted == (match != "cannot be read")
 
 
 @EACH
@@ -476,8 +476,8 @@ async def test_an_engine_that_was_left_paused_is_named(kind, monkeypatch, capsys
             await checked
     path = {"sglang": "continue_generation", "vllm": "resume"}[kind]
     url = engine._servers[0].base_url
-    says = f"it may be paused. To resume it: curl .* -d '{{}}' {url}/{path}\n"
-    assert re.search(says, capsys.readouterr().err)
+    says = f"it may be paused. To resume it: POST {{}} to {url}/{path}\n"
+    assert says in capsys.readouterr().err
 
 
 @cases(

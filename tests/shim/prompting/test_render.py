@@ -326,9 +326,9 @@ async def test_a_prompt_that_cannot_fit_is_not_tokenized(start, monkeypatch):
     """Its length in characters suffices. A shorter one is tokenized, and refused."""
     encoded, longest = [], len("</tool_call>")
 
-    def watched(tokenizer, text, max_tokens):
+    def watched(tokenizer, text, max_tokens, **options):
         encoded.append(len(text))
-        return encode(tokenizer, text, max_tokens)
+        return encode(tokenizer, text, max_tokens, **options)
 
     gateway = await start(renderer=byte_renderer())
     session = await gateway.open()

@@ -421,7 +421,7 @@ def written(listed_as, talk, gap, tail, first):
 def read_or_error(protocol, data, earlier=()):
     """What a body is read as, or its error."""
     try:
-        return protocol.read(json_input.parse_object(data), None, earlier)
+        return protocol.read(json_input.parse_object(data), earlier)
     except GatewayError as error:
         return str(error)
 
@@ -483,7 +483,7 @@ def test_what_bodies_share_is_not_read_again():
     talk = [{**user(f"message {i}"), "odd": {}} for i in range(20)]
 
     def read(messages, *earlier, name="openai_chat"):
-        found = BY_NAME[name].read({"messages": messages}, None, earlier)
+        found = BY_NAME[name].read({"messages": messages}, earlier)
         return found.messages, found.elements, found.ignored
 
     first, known, _ = read(talk[:19])

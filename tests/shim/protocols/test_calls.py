@@ -202,19 +202,25 @@ async def test_the_assistant_s_last_message_is_not_continued(start):
     assert shown(gateway).endswith(ends)
 
 
-async def test_sampled_half_a_pair_comes_back(start):
-    """Its reply is recognized, and the conversation is extended."""
-    gateway = await start(sampled_call("f", '{"a": "\\ud83d"}'), "b")
-    session, tools = await gateway.open(), {"tools": TOOLS["anthropic"]}
-    content = (await session.post("anthropic", **tools)).json()["content"]
-    result = {"type": "tool_result", "tool_use_id": content[0]["id"]}
-    body = {**BODIES["anthropic"], **tools}
-    body["messages"] = [USER, said(content), user([result])]
-    assert "\\ud83d" in json.dumps(body)
-    path = f"/s/{session.key}/v1/messages"
-    again = await gateway.http.post(path, content=json.dumps(body))
-    assert again.status_code == 200, again.text
-    assert gateway.turns()[1]["render_reason"] is None
+@pytest.mark.parametrize("name", ["f", "f\ud83d"])
+async def test_half_a_pair_comes_back(start, name):
+    """A client's text and a sampled call have one: no token has, but the log."""
+    call = sampled_call(name, '{"a": "\\ud83d"}')
+    gateway = await start(call, "b", attributed=True)
+    path = f"/s/{(await gateway.open()).key}/v1/messages"
+    body = {**BODIES["anthropic"], "tools": TOOLS["anthropic"], "max_tokens": 99}
+    body["messages"] = [user("x\ud83d")]
+    first = await gateway.http.post(path, content=json.dumps(body))
+    assert first.status_code == 200, first.text
+    (use,) = first.json()["content"]
+    result = {"type": "tool_result", "tool_use_id": use["id"]}
+    body["messages"] += [said([use]), user([result])]
+    second = await gateway.http.post(path, content=json.dumps(body))
+    assert second.status_code == 200, second.text
+    asked, answered = gateway.turns()
+    assert answered["render_reason"] is None
+    assert "x\ufffd<" in shown(gateway)
+    assert json.loads(asked["messages"][0]["body"])["content"] == "x\ud83d"
 
 
 async def test_a_count_obeys_the_session_s_limits(start):
@@ -342,7 +348,6 @@ async def test_the_official_runner_of_tools_sends_whole_conversations(start):
     "name, path, field",
     {
         "anthropic": ("anthropic", "/v1/messages/count_tokens", "input_tokens"),
-        "responses": ("openai_responses", "/v1/responses/input_tokens", "input_tokens"),
         "gemini": ("gemini", "/v1beta/models/m:countTokens", "totalTokens"),
     },
 )

@@ -197,10 +197,11 @@ async def test_an_ended_session_is_released(start, how):
     assert (opened.calls, opened.requests, shown["cache_bytes"]) == ({}, {}, 0)
 
 
-def test_sessions_that_ended_leave_little_behind():
+def test_sessions_that_ended_leave_little_behind(monkeypatch):
+    monkeypatch.setattr(sessions_module, "MAX_ENDED", 100)
     clock, options = Clock(), SessionOptions(ttl_seconds=60.0)
     log = SimpleNamespace(write_session=lambda line: None)
-    store, keys = SessionStore(log, clock=clock, max_ended=100), []
+    store, keys = SessionStore(log, clock=clock), []
     for k in range(15_000):
         session = store.open(f"s{k}", options)
         keys.append(session.api_key)
@@ -233,17 +234,19 @@ async def test_draining_ends_every_session(start, wait):
     gateway = await start(held)
     session, idle = await gateway.open(), await gateway.open()
     call = await held.holds(session.post(status=200 if wait else 410))
-    drain = asyncio.create_task(gateway.post("/admin/drain", wait_seconds=wait))
-    while (await gateway.get("/healthz"))["status"] != "draining":
-        await asyncio.sleep(0)
-    if wait:
-        assert "shutting down" in (await idle.error(503))["message"]
-        assert not drain.done()
-        held.release.set()
-    await call
-    counts = await drain
-    await gateway.post("/sessions", 503)
-    assert (counts["open"], counts["turns"]) == (0, 1 if wait else 0)
+    # as a stop signal does
+    async with gateway.app.router.lifespan_context(gateway.app) as state:
+        drain = asyncio.create_task(state["drain"](wait))
+        while (await gateway.get("/healthz"))["status"] != "draining":
+            await asyncio.sleep(0)
+        if wait:
+            assert "shutting down" in (await idle.error(503))["message"]
+            assert not drain.done()
+            held.release.set()
+        await call
+        await drain
+        await gateway.post("/sessions", 503)
+    assert len(gateway.turns()) == (1 if wait else 0)
     assert [line["ended_by"] for line in gateway.sessions()] == ["shutdown"] * 2
 
 
@@ -269,7 +272,7 @@ async def test_the_trainer_s_requests_need_the_admin_token(start):
     key, n_asked = {"authorization": "Bearer x"}, 0
     for route in gateway.app.routes:
         for method in route.methods - {"HEAD"}:
-            if route.path.startswith(("/sessions", "/admin", "/engine")):
+            if route.path.startswith(("/sessions", "/engine")):
                 url = route.path.format(session_id="x")
                 reply = await gateway.http.request(method, url, headers=key)
                 assert (url, reply.status_code) == (url, 401)
@@ -294,7 +297,7 @@ OWN = ("gateway:1", "127.0.0.1:1", "[::1]:1", "host.docker.internal", "mine.exam
 async def test_no_route_answers_a_web_page(start, headers, code):
     gateway = await start(hosts=["Mine.example"])
     routes = [(r.path, m) for r in gateway.app.routes for m in r.methods]
-    assert len(routes) > 40
+    assert len(routes) >= 40
     for path, method in routes:
         url = path.replace("{model:path}", "m").replace("{", "").replace("}", "")
         reply = await gateway.http.request(method, url, headers=headers)
@@ -316,16 +319,12 @@ async def test_the_outcome_of_a_session_has_a_limit(start, path):
     await session.ask()
 
 
-async def test_headers_and_messages_have_their_limits(start):
-    gateway = await start("a", max_messages=2, max_header_bytes=2000)
-    session, long = await gateway.open(), {"x-much": "y" * 2000}
+async def test_messages_have_their_limit(start):
+    session = await (await start("a", max_messages=2)).open()
     error = await session.error(413, messages=[USER] * 3)
     assert error["code"] == "too_many_messages"
-    assert (await session.error(431, headers=long))["code"] == "headers_too_long"
-    assert (await gateway.http.post("/sessions", headers=long)).status_code == 431
     await session.error(415, headers={"content-encoding": "zstd"})
     await session.ask()
-    assert len(gateway.turns()) == 1
 
 
 async def test_no_secret_is_logged(start, caplog):
