@@ -569,7 +569,12 @@ def load_renderer(
         if token_id is None:
             raise ValueError(f"--stop-token {token}: no token of this tokenizer")
         ends.append(token_id)
-    return ChatRenderer(tokenizer, chat_template, end_ids=ends, late_system=late_system)
+    made = ChatRenderer(tokenizer, chat_template, end_ids=ends, late_system=late_system)
+    ask: Json = {"role": "user", "content": "ask7031"}
+    with suppress(GatewayError):
+        if made.text([ask, assistant_message(["so"]), ask], None).count("7031") < 2:
+            raise ValueError("the chat template does not show each message of a user")
+    return made
 
 
 def _load_tokenizer(folder: Path) -> ModelTokenizer:

@@ -280,7 +280,6 @@ TAKEN = [
         for word in (*"abort ABORT error STOP repetition content_filter".split(), None)
     ),
     (FINISH, None, {"finish_reason": None}, SGLANG),
-    # an id outside the vocabulary, which became a stop token
     (FINISH, NAN, {"finish_reason": "NaN happened", **BROKEN}, SGLANG),
     # the prefix of ids may be missing
     ("request_id", "r1", {"complete": True}, {"only": "vllm"}),

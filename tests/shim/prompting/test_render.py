@@ -254,6 +254,8 @@ def test_the_tokens_that_end_a_reply(saved, generation, config, stops, ends):
     assert list(renderer.end_ids) == ends
     for end in ends:
         assert len(renderer.decode(np.array([65, end], np.int32), ended=True)) == 1
+    with pytest.raises(ValueError, match="does not show each message of a user"):
+        load_renderer(saved, "{{ messages[-1].content }}", stop_tokens=stops)
 
 
 def test_tokenizers_that_cannot_be_used():
@@ -272,7 +274,6 @@ def test_tokenizers_that_cannot_be_used():
     {
         "tekken": ("mistral", "tekken.json", "{}", r"only tekken\.json(?!.*\n)"),
         "tiktoken": ("qwen2", "tiktoken.model", "YQ== 0", "not say how text is split"),
-        # transformers would make one of its own
         "none": ("qwen2", "a", "", "'a word' back as '': put the model's own token"),
         "a list": ("qwen2", "generation_config.json", "[]", "n: not a JSON object"),
     },
