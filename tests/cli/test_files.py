@@ -405,10 +405,10 @@ def test_a_bad_session_is_left_out_with_a_warning(tmp_path, capsys, command):
 
 
 def test_verify_fails_for_sessions_that_it_cannot_check(tmp_path, capsys):
-    turns = half_a_run(tmp_path)
+    turns = write(tmp_path / "turns.jsonl", call("a", [1], [2]), call("b", [1, -7]))
     one = {"session_id": "a", "input_ids": [1, 2], "loss_mask": [0, 1]}
     path = write(tmp_path / "rows.jsonl", one)
-    assert cli.main(["verify", str(path), turns]) == cli.BAD_DATA
+    assert cli.main(["verify", str(path), str(turns)]) == cli.BAD_DATA
     assert "not checked: sessions that break a rule: 1" in capsys.readouterr().out
 
 

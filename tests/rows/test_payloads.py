@@ -94,6 +94,21 @@ def test_experts_of_all_ids_but_the_last_begin_with_the_first(n_prompt):
         assert rows["routed_experts"].to_pylist() == [[*experts, None]]
 
 
+@pytest.mark.parametrize("policy", ["faithful", "per_call"])
+def test_an_earlier_call_has_the_experts_before_those_of_a_call(policy):
+    """Also of its last token, for which the later call has none."""
+    calls = [
+        ([1, 2], [3, 4], [[1], [2], [3], [4]], 0),
+        ([1, 2, 3, 4, 5], [6], [[5]], 4),
+    ]
+    names = ("prompt_ids", "output_ids", "routed_experts", "routed_experts_start")
+    turns = tk.from_records(
+        {"session_id": "a", **dict(zip(names, call, strict=True))} for call in calls
+    )
+    rows = tk.linearize(turns, policy, payloads=["routed_experts"])
+    assert rows["routed_experts"].to_pylist()[-1] == [[1], [2], [3], [4], [5], None]
+
+
 def test_the_weights_of_each_token_need_no_column_of_their_own():
     versions = [
         {"version": "a", "start": 0, "stop": 1},

@@ -213,6 +213,16 @@ def test_rows_that_cannot_be_told_apart_are_refused(columns, match, size):
         list(tk.verify_batches(plain.to_reader(max_chunksize=size), turns))
 
 
+def test_rows_of_several_forms_are_refused_in_a_stream():
+    turns, rows = three()
+    plain = rows.select(["session_id", "input_ids", "loss_mask"])
+    numbered = rows.select(["session_id", "row_index", "input_ids", "loss_mask"])
+    for some in ([rows, plain], [numbered, plain]):
+        batches = (batch for table in some for batch in table.to_batches())
+        with pytest.raises(SchemaError, match="rows of several forms one by one"):
+            list(tk.verify_batches(batches, turns))
+
+
 def test_links_of_other_sessions_are_refused():
     turns, _ = three()
     links = tk.link(turns)

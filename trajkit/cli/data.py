@@ -664,7 +664,7 @@ def verify(
     of other systems may have any columns that `check` reads. With --policy, the rows are
     compared with those of the policy; without it, what is true under every policy is
     checked. Sessions that break a rule are left out, with their rows; the exit code is
-    then 1, too.
+    then 1, too. One that the policy or --sessions refuses is an error.
     """
     chosen = opt.one_policy(policy) if policy else None
     options: Any = {**opt.facts_of(sessions, reward), "max_row_tokens": max_row_tokens}
@@ -673,7 +673,7 @@ def verify(
     if not first and chosen is None:
         raise opt.nothing(rows, "rows")
     left_out: list[str] = []
-    pieces = reading.pieces(turns, left_out)
+    pieces = reading.pieces(turns, left_out, bodies=False)
     if first and first[0].column("session_id").null_count:
         own = concat(pa.Table.from_batches([one]) for one in chain(first, batches))
         violations = tk.verify(own, concat(pieces), chosen, **options)
@@ -700,7 +700,8 @@ def verify(
         text += f"\nnot checked: sessions that break a rule: {len(left_out)}"
     if chosen is None:
         text += "\nwithout --policy, only what is true under every policy is checked"
-    opt.print_result({"violations": found.to_dicts()}, text, json)
+    shown = {"violations": found.to_dicts(), "left_out": left_out}
+    opt.print_result(shown, text, json)
     return BAD_DATA if len(found) or left_out else DONE
 
 

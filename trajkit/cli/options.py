@@ -140,14 +140,19 @@ class Reading:
         return table if session is None else take_session(table, session)
 
     def pieces(
-        self, source: Paths, left_out: list[str] | None = None, *, empty: bool = False
+        self,
+        source: Paths,
+        left_out: list[str] | None = None,
+        *,
+        empty: bool = False,
+        bodies: bool = True,
     ) -> Iterator[pa.Table]:
         """`turns` in tables of complete sessions; ``left_out`` gets the ids of the others.
 
-        With ``empty``, there may be no call.
+        With ``empty``, there may be no call; without ``bodies``, messages need none.
         """
         prefix, nonfinite = self.session_prefix, self.nonfinite_logprobs
-        log = Log(source, None, nonfinite, True, None, prefix, bodies=True)
+        log = Log(source, None, nonfinite, True, None, prefix, bodies=bodies)
         index = log.index()
         if not index.n_turns and not empty:
             raise nothing(source)

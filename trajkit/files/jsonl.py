@@ -438,7 +438,7 @@ def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]
             if len(line) > most and not complete:
                 raise FormatError(
                     f"{name}, line {number}: the line is longer than {most} bytes: write "
-                    "several lines, or Parquet or Arrow IPC"
+                    "Parquet or Arrow IPC"
                 )
             if not line:
                 return

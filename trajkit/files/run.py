@@ -433,7 +433,8 @@ class Manifest:
     def done(self) -> int:
         return self.ends[-1] if self.ends else 0
 
-    def part(self, number: int) -> str:
+    @staticmethod
+    def part(number: int) -> str:
         return f"part-{number:05d}.parquet"
 
     def add(self, totals: Counter[str], n_turns: int) -> None:

@@ -296,16 +296,18 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     Each line of JSON lines is one row, an object of the table's columns.
     """
     with sources.local_files(source) as local:
-        tables = [
-            canonical(table, stored_schema(table.column_names))
-            for table in iter_tables(local, format=format, plan=stored_schema)
-        ]
+        by_form: dict[bool, list[pa.Table]] = {}
+        for table in iter_tables(local, format=format, plan=stored_schema):
+            schema = stored_schema(table.column_names)
+            some = by_form.setdefault(schema is STORED_ROWS, [])
+            some.append(canonical(table, schema))
         paths = sources.paths_of(local)
         try:
-            rows = stages.concat(tables or [ROWS.empty_table()])
-            found = gather(rows, "row_index")
-            if "suffix_mask" in found.column_names:
-                found = decoded(found)
+            rows = [ROWS.empty_table()][: not by_form]
+            for stored, some in by_form.items():
+                each = gather(stages.concat(some), "row_index")
+                rows.append(decoded(each) if stored else each)
+            found = gather(stages.concat(rows), "row_index")
             found = validation.check_table(found, "rows")
         except InvalidTurnsError as error:
             if paths is None:
@@ -662,6 +664,7 @@ def index_sessions(
     The session None has turns without a valid name; reading the turns reports it.
     """
     index, columns = SessionIndex(), ("session_id", "turn_index")
+    seen = set[tuple[str, type]]()
     with warnings.catch_warnings():
         # reading the turns repeats the warning
         warnings.simplefilter("ignore", TornLogWarning)
@@ -671,7 +674,7 @@ def index_sessions(
             if is_json(kind):
                 index.n_bytes += path.stat().st_size * (_INFLATED if "." in kind else 1)
                 for record in jsonl.calls(path, kind):
-                    index.add_columns(_extras(record))
+                    index.add_columns(_extras(record, seen))
                     name, number = _session_of(record), record.get("turn_index")
                     numbers = np.array([number]) if type(number) is int else None
                     index.add(pa.array([name and prefix + name], pa.string()), numbers)
@@ -689,11 +692,18 @@ def index_sessions(
     return index
 
 
-def _extras(record: Record) -> Iterator[pa.Field]:
-    """The extra columns that the record of a call makes."""
-    own = {name: record[name] for name in record if name not in _NO_EXTRAS}
-    if not is_too_deep(own):
+def _extras(record: Record, seen: set[tuple[str, type]]) -> Iterator[pa.Field]:
+    """The extra columns that the record of a call makes, but for those that were seen."""
+    own = {
+        name: value
+        for name, value in record.items()
+        if name not in _NO_EXTRAS and (name, type(value)) not in seen
+    }
+    if own and not is_too_deep(own):
         yield from pa.infer_type([own])
+        # other types make columns of several types
+        plain = (name for name in own if isinstance(own[name], str | float | None))
+        seen.update((name, type(own[name])) for name in plain)
 
 
 def _session_of(record: Record) -> str | None:
@@ -849,9 +859,12 @@ class Log:
                 yield self._from_records(chain([first], part))
 
     def _typed(self, table: pa.Table) -> pa.Table:
-        if self._reject:
-            return table
-        return canonical(table, turns_schema(table.column_names))
+        try:
+            return canonical(table, turns_schema(table.column_names))
+        except InvalidTurnsError:
+            if not self._reject:
+                raise
+            return table  # `_checked` finds the session
 
     def _from_records(self, records: Iterable[Record]) -> pa.Table:
         records = list(records) if self._reject else records

@@ -129,7 +129,9 @@ def varlen(pack: Any) -> Varlen:
     given = _field(pack, "subtree_end")
     given = pack if given is None else given
     try:
-        runs = Runs.of(np.asarray(plain_array(given), np.int64).reshape(len(given)))
+        ends = np.asarray(plain_array(given), np.int64)
+        (_,) = ends.shape
+        runs = Runs.of(ends)
     except (TypeError, ValueError, OverflowError):
         raise ArgumentError(
             f"pack is of type {type(pack).__name__}: expected a Pack, a line of packs, or "

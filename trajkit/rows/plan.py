@@ -217,7 +217,7 @@ def _payload(
     at = np.full(int(offsets[-1]), -1)
     valid = np.asarray(lists.values.is_valid())
 
-    def lay(run: PathRanges, covered: Longs = covered) -> None:
+    def lay(run: PathRanges, covered: Longs) -> None:
         """Assign elements to tokens that have none; the last of several ranges counts."""
         low = np.maximum(run.first, first[run.call])
         high = np.minimum(run.first + run.length, covered[run.call])
@@ -236,13 +236,12 @@ def _payload(
         parts = (run.row, run.place, base, run.first, n)
         return PathRanges(*(part[which] for part in parts))
 
-    for run in known:
-        lay(run)
-    for run in known:
-        while len((run := before(run)).row):
-            lay(run)
-    for run in known if name == "routed_experts" else ():
-        lay(run, whole)
+    for reach in (covered, whole):
+        for run in known:
+            lay(run, reach)
+        for run in known:
+            while len((run := before(run)).row):
+                lay(run, reach)
     taken = take_values(lists.values, pa.array(at, mask=at < 0), name)
     absent = np.full(len(planned), pa.types.is_null(lists.values.type))
     return Ragged(taken, offsets).to_arrow(absent)

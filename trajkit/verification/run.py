@@ -163,7 +163,7 @@ def any_rows(table: pa.Table, first: int = 0) -> pa.Table:
 
 def _named(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Batches of rows as `any_rows`, which counts them; each row names its session."""
-    first = 0
+    first, form = 0, None
     for table in map(as_table, batches):
         names = table.column_names
         if "session_id" not in names or table.column("session_id").null_count:
@@ -171,6 +171,14 @@ def _named(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
                 "session_id is absent or null in some rows: give it to every row of a "
                 "stream. In a table without it, rows are searched in all turns"
             )
+        unnumbered = "row_index" not in names or table.column("row_index").null_count
+        now = "spans" in names, bool(unnumbered)
+        if table.num_rows and form not in (None, now):
+            raise SchemaError(
+                "some rows have a row_index or spans, and some have not: verify rows of "
+                "several forms one by one"
+            )
+        form = now if table.num_rows else form
         made = any_rows(table, first)
         yield from made.to_batches() or [empty_batch(made.schema)]
         first += table.num_rows
