@@ -315,7 +315,8 @@ def test_a_piece_ends_with_the_session_that_fills_it_however_the_turns_come():
         assert [len(piece) for piece in made] == sizes, (one, two)
 
 
-def test_what_is_read_ahead_ends_with_its_user():
+@pytest.mark.parametrize("n_ahead", [1, 4])
+def test_what_is_read_ahead_ends_with_its_user(n_ahead):
     closed = []
 
     def numbers():
@@ -325,7 +326,7 @@ def test_what_is_read_ahead_ends_with_its_user():
             closed.append(True)
 
     with ExitStack() as stack:
-        ahead = prefetch(numbers(), stack)
+        ahead = prefetch(numbers(), stack, n_ahead)
         assert [next(ahead) for _ in range(3)] == [0, 1, 2]
     assert closed == [True]
 
@@ -334,7 +335,7 @@ def test_what_is_read_ahead_ends_with_its_user():
         raise Killed
 
     with ExitStack() as stack:
-        ahead = prefetch(broken(), stack)
+        ahead = prefetch(broken(), stack, n_ahead)
         assert next(ahead) == 1
         with pytest.raises(Killed):
             next(ahead)
