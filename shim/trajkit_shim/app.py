@@ -181,6 +181,7 @@ class _Endpoint:
             data = await read.read_body(request.stream(), options.max_body_bytes)
             call = Call(gateway, session, protocol, verb, request.headers)
             await call.read(data)
+            del data
             if verb == "count":
                 response = json_response(protocol.count(await call.count()))
                 await response(scope, receive, send)

@@ -247,7 +247,8 @@ def _work(
             say(json.dumps({**where, "prompts": prompts}) + "\n")
         else:
             where |= {"prompts": prompts.pop("mode"), **prompts}
-            say("".join(f"{name:<20}{value}\n" for name, value in where.items()))
+            shown = {name: value for name, value in where.items() if value}
+            say("".join(f"{name:<20}{value}\n" for name, value in shown.items()))
         # a stop signal ends the server, which has answered all running calls by then
         with suppress(KeyboardInterrupt):
             run_server(app, listener, arguments.drain_seconds)
@@ -363,7 +364,7 @@ def check(arguments: SimpleNamespace) -> None:
         "--launch needs --engine sglang": launch and not sglang,
         f"--parser {form} needs --engine sglang": form == _ENGINE and not sglang,
         "--routed-experts and --sampling-masks need a server": payloads and embedded,
-        f"--{unused} does not apply to the embedded engine": embedded and unused,
+        f"the embedded engine does not take --{unused}": embedded and unused,
         f"--engine {engine} needs --engine-url": not (embedded or url or launch),
         f"--engine {engine} needs --model": not (embedded or model or launch),
         f"--parser {form} is not one of {', '.join(forms)}": form not in ("", *forms),

@@ -58,13 +58,13 @@ shim/trajkit_shim/prompting/prompts.py: shim/prompting shim/test_app
     what moves on with a later message is not noticed
         |any(text.partition("questionword")[0] != before for _, text in laters)| -> |False|
     a text with marks is the prompt's, whatever else it has
-        |if not clean.endswith(text):| -> |if False:|
+        |same = clean.endswith(text)| -> |same = True|
     the start of a text is that of the earlier request
         |and text.startswith(known.head)| -> |and True|
     a token that reaches beyond a message belongs to it
         |ends, side="right")| -> |ends, side="left")|
     white space at the ends of a content is structure
-        |if clean.startswith(content, at):| -> |if False:|
+        |for inside_space in (False, True):| -> |for inside_space in (True,):|
 shim/trajkit_shim/prompting/render.py: shim/prompting shim/test_app
     text may forge control tokens
         |while isinstance(value, str) and spelled.search(value):| -> |while False:|

@@ -8,6 +8,7 @@ import re
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from pathlib import Path
 from threading import Barrier
 
 import numpy as np
@@ -437,7 +438,7 @@ def test_sessions_that_ended_leave_nothing_behind():
     def lines():
         """What lines of the package hold: other threads allocate as well."""
         gc.collect()
-        own = tracemalloc.Filter(True, "*/trajkit/*")
+        own = tracemalloc.Filter(True, f"{Path(tk.__file__).parent}/*")
         return tracemalloc.take_snapshot().filter_traces([own]).statistics("lineno")
 
     def held():

@@ -123,8 +123,8 @@ def command(tmp_path, capsys):
     [
         ("--engine sglang --model .", "needs --engine-url"),
         ("--engine sglang --engine-url http://127.0.0.1:1", "needs --model"),
-        ("--model .", "--model does not apply"),
-        ("--stop-token x --chat-template .", "--chat-template --stop-token does not"),
+        ("--model .", "does not take --model"),
+        ("--stop-token x --chat-template .", "take --chat-template --stop-token"),
         ("--engine vllm", "vllm needs --engine-url"),
         ("--parser x", "--parser x is not one of gpt-oss"),
         ("--parser engine", "needs --engine sglang"),

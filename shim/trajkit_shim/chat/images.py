@@ -174,18 +174,20 @@ async def write_images(images: Images, directory: Path, *, fsync: bool = False) 
 
 
 def _write(images: Iterable[Image], directory: Path, fsync: bool) -> None:
+    # two requests may bring the same image, and two workers
+    own = directory / f".{os.getpid()}.{get_ident()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for image in images:
-            # two requests may bring the same image, and two workers
-            own = f".{image.name}.{os.getpid()}.{get_ident()}"
-            with (directory / own).open("wb") as file:
+            with own.open("wb") as file:
                 file.write(image.data)
                 if fsync:
                     file.flush()
                     os.fsync(file.fileno())
-            (directory / own).replace(directory / image.name)
+            own.replace(directory / image.name)
     except OSError as error:
+        with suppress(OSError):
+            own.unlink(missing_ok=True)
         message = f"the image could not be written: {error}"
         raise GatewayError(message, 500, code="log_failed") from error
 

@@ -95,7 +95,9 @@ class EngineClient:
             # a server that restarts is back soon
             soon = isinstance(error, aiohttp.ClientConnectorError)
             status, seconds = (503, 5) if soon else (502, None)
-            raise EngineError(message, status, retry_after=seconds) from error
+            # its traceback has the body, and is in a cycle
+            cause = error.with_traceback(None)
+            raise EngineError(message, status, retry_after=seconds) from cause
         if answer.status >= 300:
             raise self._error(answer.status, text.decode("utf-8", "replace"), path)
         with reading(self.name, f"answer to {path}"):
@@ -234,9 +236,10 @@ class HttpEngine(ABC):
         body = await done(request.images, lambda: self._body(request))
         try:
             reply = await server.post(self.generate_path, body)
-        except (asyncio.CancelledError, EngineError):
+        except (asyncio.CancelledError, EngineError) as error:
             # a server behind a proxy, which may have given the call up, would continue
-            await self._abort(server, request.request_id)
+            if getattr(error, "status", 502) == 502:
+                await self._abort(server, request.request_id)
             raise
         # they are about ten million numbers for a long call
         large = self._experts_per_token or self.sampling_masks

@@ -180,7 +180,11 @@ class Skeleton:
         """Find out what of the text before a reply stays once there is one."""
         if opening is not None:
             # what follows the last message
-            word = str(_NEXT[role]["content"])
+            word, call_id = str(_NEXT[role]["content"]), str(_RESULT["tool_call_id"])
+            begin = opening.rfind(word)
+            if role == "tool" and (end := opening.rfind(call_id)) > begin >= 0:
+                # some templates write the call's id behind its result
+                word = opening[begin : end + len(call_id)]
             rest = opening.rpartition(word)[2]
             kept = [later.partition(word)[2] for later in laters if later]
             self.stays[role] = commonprefix([rest, *kept])  # noqa: RUF071
@@ -480,19 +484,35 @@ class _Call:
     def _attribute(self, first: int, text: str, encoded: Encoded) -> Ids | None:
         """The message, from ``first`` on, that each token of a text shows.
 
-        The messages are rendered again, with a mark before the first and after the last
-        letter of each content. If removing the marks yields the same text, they give the
-        position of each content, and the tokenizer's offsets its tokens. -1: a token of no
-        message. None: it cannot be told.
+        The messages are rendered again, with a mark before and after each content. If
+        removing the marks yields the same text, they give the position of each content,
+        and the tokenizer's offsets its tokens. -1: a token of no message. None: it cannot
+        be told.
         """
-        # the same follows the opening and the last reply alone
-        known, new = self.places[:first], self.places[first:]
+        known = self.places[:first]
         roles = [place.message["role"] for place in known]
         n_opening = roles.index("user") + 1 if "user" in roles else 0
-        head = [*known[:n_opening], *known[-1:]]
+        # mostly the same follows the opening and the last reply alone
+        for head in ([*known[:n_opening], *known[-1:]], known):
+            # a template that trims contents gives other text with a mark around its space
+            for inside_space in (False, True):
+                spans = self._spans(head, first, text, inside_space)
+                if spans is not None:
+                    return _owners(spans, encoded)
+        return None
+
+    def _spans(
+        self, head: list[Place], first: int, text: str, inside_space: bool
+    ) -> list[tuple[int, int, int]] | None:
+        """(message, start, stop) of each content from ``first`` on in a text.
+
+        What the messages of ``head`` and those have as text ends with it. None: it does
+        not.
+        """
         forms = [self._form(place, hidden=True) for place in head]
-        for i, place in enumerate(new):
-            marked = _marked(place.message, f"{self.prompts.mark}{i};")
+        for i, place in enumerate(self.places[first:]):
+            mark = f"{self.prompts.mark}{i};"
+            marked = _marked(place.message, mark, inside_space)
             forms.append(self.renderer.shape(marked, sampled=place.node is not None))
         try:
             shown = self.renderer.without_mark(self._render(forms))
@@ -500,29 +520,27 @@ class _Call:
             # of the marks
             return None
         clean, *parts = self.prompts.marked.split(shown)
-        spans: list[tuple[int, int, int]] = []
+        spans = list[tuple[int, int, int]]()
         for number, core, after in zip(*(parts[i::3] for i in range(3)), strict=True):
-            begin, end = len(clean), len(clean) + len(core)
+            spans.append((int(number), len(clean), len(clean) + len(core)))
             clean += core + after
-            # white space around it is the content's own, where the template leaves it
-            content = str(new[int(number)].message["content"])
-            at = begin - (len(content) - len(content.lstrip()))
-            if clean.startswith(content, at):
-                begin, end = at, at + len(content)
-            spans.append((int(number), begin, end))
         text = self.renderer.without_mark(text)
-        if not clean.endswith(text):
-            return None
-        index = np.full(len(encoded.ids), -1, np.int32)
-        owners, begins, ends = np.array(spans, np.int64).reshape(-1, 3).T
-        assert encoded.offsets is not None
-        # offsets ascend, but the tokens of one character have equal offsets
-        offsets = encoded.offsets + (len(clean) - len(text))
-        firsts = np.searchsorted(offsets[:, 0], begins)
-        lasts = np.searchsorted(offsets[:, 1], ends, side="right")
-        for i, begin, end in zip(owners, firsts, lasts, strict=True):
-            index[begin:end] = i
-        return index
+        n = len(clean) - len(text)
+        same = clean.endswith(text)
+        return [(i, begin - n, end - n) for i, begin, end in spans] if same else None
+
+
+def _owners(spans: list[tuple[int, int, int]], encoded: Encoded) -> Ids:
+    """The message of each token, by its offsets."""
+    index = np.full(len(encoded.ids), -1, np.int32)
+    owners, begins, ends = np.array(spans, np.int64).reshape(-1, 3).T
+    assert encoded.offsets is not None
+    # offsets ascend, but the tokens of one character have equal offsets
+    firsts = np.searchsorted(encoded.offsets[:, 0], begins)
+    lasts = np.searchsorted(encoded.offsets[:, 1], ends, side="right")
+    for i, begin, end in zip(owners, firsts, lasts, strict=True):
+        index[begin:end] = i
+    return index
 
 
 def _stand_in(message: Json, word: str, *, bare: bool) -> Json:
@@ -532,10 +550,12 @@ def _stand_in(message: Json, word: str, *, bare: bool) -> Json:
     return chat.assistant_message([*[word] * (not (bare and calls)), *calls])
 
 
-def _marked(message: Json, mark: str) -> Json:
-    """The message with a mark on both sides of its content, within white space there."""
+def _marked(message: Json, mark: str, inside_space: bool) -> Json:
+    """The message with a mark on both sides of its content, or within white space there."""
     content = message.get("content")
     if not isinstance(content, str) or not content.strip():
         return message
-    before, core, after = content.partition(content.strip())
+    before, core, after = content.partition(
+        content.strip() if inside_space else content
+    )
     return {**message, "content": f"{before}{mark}{core}{mark}{after}"}

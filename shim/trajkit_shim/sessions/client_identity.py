@@ -68,9 +68,16 @@ SIDE_CALLS = (
     SideCall(_CLAUDE, "probe", last="quota", max_tokens=1),
     SideCall(_CLAUDE, "title", "Generate a concise, sentence-case title"),
     SideCall(_CLAUDE, "title", "succinct title and git branch name"),
-    SideCall(_CLAUDE, "compaction", last="detailed summary of the conversation so far"),
-    SideCall(_CLAUDE, "compaction", last="detailed summary of this conversation. This"),
-    SideCall(_CLAUDE, "compaction", last="detailed summary of the RECENT portion of"),
+    *(
+        SideCall(
+            _CLAUDE, "compaction", last=f"Your task is to create a detailed {what}"
+        )
+        for what in (
+            "summary of the conversation so far",
+            "summary of this conversation. This",
+            "summary of the RECENT portion of",
+        )
+    ),
     SideCall(_CLAUDE, "tool", "performing a web search tool use"),
     SideCall(_CLAUDE, "tool", last="\nWeb page content:\n---\n"),
     SideCall("codex", "compaction", last="CONTEXT CHECKPOINT COMPACTION"),

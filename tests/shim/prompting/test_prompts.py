@@ -587,6 +587,9 @@ def test_white_space_around_a_content_is_its_own_where_the_template_leaves_it():
         {0: " a\n"},
         {0: "a"},
     ]
+    # the template's own is structure, also if it is the same
+    leads = byte_renderer(shown_as("{{ '\\n' + message.content | trim }}"))
+    assert shown(leads, [user("\na")]) == {0: "a"}
 
 
 def test_a_token_across_the_border_is_structure():
@@ -653,3 +656,15 @@ async def test_the_turns_of_a_session(start, content, attributed, unattributed):
     names = turns[1].get("message_tool_names")
     assert names is None if not attributed else names[-1] == "bash"
     assert json.loads(turns[1]["messages"][2]["body"])["content"] == "file.py\n"
+
+
+@pytest.mark.anyio
+async def test_attribution_where_the_template_counts_messages(start):
+    renderer = byte_renderer(shown_as("{{ loop.index }} " + CONTENT))
+    gateway = await start(*[CALL] * 3, renderer=renderer, attributed=True)
+    session, talk = await gateway.open(), [USER]
+    for _ in range(3):
+        answer = await session.ask(*talk, tools=[TOOL])
+        talk += [answer, tool(answer["tool_calls"][0]["id"], "x")]
+    shown = await session.shown()
+    assert (shown["unattributed"], shown["prompts"]["append"]) == (0, 2)
