@@ -33,6 +33,9 @@ from trajkit.turns.records import (
 from trajkit.turns.validation import mm_items
 from trajkit.turns.validation import payloads as check_payloads
 
+# what the pages of the site show
+__all__ = ["Recorded", "Recorder"]
+
 _LOWEST, _HIGHEST = float(NO_LOGPROB), float(MAX_LOGPROB)
 # those of `METADATA` whose rules need the call's ids
 _OF_IDS = METADATA[4:]
