@@ -14,7 +14,10 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def config_number(model_dir: str | Path, *names: str) -> int:
-    """Return the first named integer of ``config.json``; raises `ValueError`."""
+    """Return the first named integer of ``config.json`` or its language model section.
+
+    Raises `ValueError` if there is none.
+    """
     config = read_config(Path(model_dir) / "config.json")
     # multimodal models keep the language model's settings in a section of their own
     for settings in (config, config.get("text_config") or {}):
